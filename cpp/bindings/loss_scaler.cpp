@@ -1,0 +1,217 @@
+// Bindings of the loss scalers, and the adapter for scalers written in Python.
+
+#include "bindings.h"
+
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <utility>
+
+namespace fp16core::bindings {
+
+namespace {
+
+using Options = DynamicLossScalerOptions;
+using State = DynamicLossScaleState;
+
+// Drives any Python object that has `loss_scale` and `update_scale`.
+class PythonLossScaler final : public LossScaler {
+ public:
+  explicit PythonLossScaler(nb::object object) : object_(std::move(object)) {}
+
+  ~PythonLossScaler() override {
+    const nb::gil_scoped_acquire gil;
+    object_.reset();
+  }
+
+  double loss_scale() const override {
+    const nb::gil_scoped_acquire gil;
+    return nb::cast<double>(object_.attr("loss_scale"));
+  }
+
+  void set_loss_scale(double scale) override {
+    const nb::gil_scoped_acquire gil;
+    object_.attr("cur_scale") = scale;
+  }
+
+  void update_scale(bool overflow) override {
+    const nb::gil_scoped_acquire gil;
+    const double before = loss_scale();
+    object_.attr("update_scale")(overflow);
+    stuck_ = overflow && loss_scale() == before;
+  }
+
+  // Whatever it is, it may move the scale.
+  bool dynamic() const override {
+    return true;
+  }
+
+  // Its rule is unknown, so what it did at the last overflow has to tell.
+  bool at_floor() const override {
+    return stuck_;
+  }
+
+  const nb::object& object() const {
+    return object_;
+  }
+
+ private:
+  nb::object object_;
+  bool stuck_ = false;
+};
+
+bool overrides(nb::handle object, const char* name) {
+  return !object.type().attr(name).is(nb::type<LossScaler>().attr(name));
+}
+
+template <auto Member>
+auto state_getter() {
+  return [](const DynamicLossScaler& self) { return self.state().*Member; };
+}
+
+template <auto Member>
+auto state_setter() {
+  return [](DynamicLossScaler& self,
+            std::remove_cvref_t<decltype(std::declval<State>().*Member)> value) {
+    auto state = self.state();
+    state.*Member = value;
+    self.set_state(state);
+  };
+}
+
+template <auto Member>
+auto option_getter() {
+  return [](const DynamicLossScaler& self) { return self.options().*Member; };
+}
+
+template <auto Member>
+auto option_setter() {
+  return
+      [](DynamicLossScaler& self,
+         std::remove_cvref_t<decltype(std::declval<Options>().*Member)> value) {
+        auto options = self.options();
+        options.*Member = value;
+        self.set_options(options);
+      };
+}
+
+} // namespace
+
+std::shared_ptr<LossScaler> scaler_from_python(nb::handle scaler) {
+  if (nb::isinstance<LossScaler>(scaler) && !overrides(scaler, "loss_scale") &&
+      !overrides(scaler, "update_scale")) {
+    return nb::cast<std::shared_ptr<LossScaler>>(scaler);
+  }
+  if (!nb::hasattr(scaler, "loss_scale") ||
+      !nb::hasattr(scaler, "update_scale")) {
+    const std::string text = std::string(
+                                 "FP16_Optimizer.loss_scaler: must have "
+                                 "loss_scale and update_scale, but got ") +
+        nb::repr(scaler).c_str();
+    throw nb::type_error(text.c_str());
+  }
+  return std::make_shared<PythonLossScaler>(nb::borrow(scaler));
+}
+
+nb::object scaler_to_python(const std::shared_ptr<LossScaler>& scaler) {
+  if (const auto* adapter =
+          dynamic_cast<const PythonLossScaler*>(scaler.get())) {
+    return adapter->object();
+  }
+  return nb::cast(scaler);
+}
+
+void bind_loss_scaler(nb::module_& m) {
+  nb::class_<LossScaler>(
+      m, "LossScaler", "A loss scale that stays where it is put.")
+      .def(nb::init<double>(), nb::arg("scale") = 1.0)
+      .def_prop_ro(
+          "loss_scale",
+          &LossScaler::loss_scale,
+          "The factor that the next backward pass uses.")
+      .def_prop_rw(
+          "cur_scale",
+          &LossScaler::loss_scale,
+          &LossScaler::set_loss_scale,
+          "The loss scale, to read and to set by hand.")
+      .def(
+          "update_scale",
+          &LossScaler::update_scale,
+          nb::arg("overflow"),
+          "Tells the scaler whether an iteration overflowed.")
+      .def_prop_ro(
+          "dynamic",
+          &LossScaler::dynamic,
+          "Whether update_scale may move the scale.");
+  nb::class_<DynamicLossScaler, LossScaler>(
+      m,
+      "DynamicLossScaler",
+      "A loss scale that backs off after an overflow and grows after a run of "
+      "clean iterations.")
+      .def(
+          "__init__",
+          [](DynamicLossScaler* self,
+             double init_scale,
+             double scale_factor,
+             double scale_window,
+             double min_scale,
+             std::int64_t delayed_shift,
+             bool consecutive_hysteresis) {
+            new (self) DynamicLossScaler(
+                Options{
+                    init_scale,
+                    scale_factor,
+                    scale_window,
+                    min_scale,
+                    delayed_shift,
+                    consecutive_hysteresis});
+          },
+          nb::arg("init_scale") = Options{}.init_scale,
+          nb::arg("scale_factor") = Options{}.scale_factor,
+          nb::arg("scale_window") = Options{}.scale_window,
+          nb::arg("min_scale") = Options{}.min_scale,
+          nb::arg("delayed_shift") = Options{}.delayed_shift,
+          nb::arg("consecutive_hysteresis") = Options{}.consecutive_hysteresis)
+      .def_prop_rw(
+          "cur_iter",
+          state_getter<&State::cur_iter>(),
+          state_setter<&State::cur_iter>(),
+          "Iterations so far, clean or not.")
+      .def_prop_rw(
+          "last_overflow_iter",
+          state_getter<&State::last_overflow_iter>(),
+          state_setter<&State::last_overflow_iter>(),
+          "The iteration of the last overflow; -1 before the first.")
+      .def_prop_rw(
+          "cur_hysteresis",
+          state_getter<&State::cur_hysteresis>(),
+          state_setter<&State::cur_hysteresis>(),
+          "Overflows until the next backoff, 1 being the next one.")
+      .def_prop_rw(
+          "scale_factor",
+          option_getter<&Options::scale_factor>(),
+          option_setter<&Options::scale_factor>(),
+          "Growth multiplies by it, backoff divides by it.")
+      .def_prop_rw(
+          "scale_window",
+          option_getter<&Options::scale_window>(),
+          option_setter<&Options::scale_window>(),
+          "Clean iterations until the scale grows.")
+      .def_prop_rw(
+          "min_scale",
+          option_getter<&Options::min_scale>(),
+          option_setter<&Options::min_scale>(),
+          "Backoff never goes below it.")
+      .def_prop_rw(
+          "delayed_shift",
+          option_getter<&Options::delayed_shift>(),
+          option_setter<&Options::delayed_shift>(),
+          "Overflows until the scale is lowered.")
+      .def_prop_rw(
+          "consecutive_hysteresis",
+          option_getter<&Options::consecutive_hysteresis>(),
+          option_setter<&Options::consecutive_hysteresis>(),
+          "Whether every clean iteration restores the tolerance.");
+}
+
+} // namespace fp16core::bindings

@@ -1,0 +1,255 @@
+// Bindings of the step logic, and the view of a Python optimizer's groups.
+
+#include "bindings.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <tuple>
+
+namespace fp16core::bindings {
+
+namespace {
+
+using Released = nb::call_guard<nb::gil_scoped_release>;
+using Positions = std::vector<std::vector<std::int64_t>>;
+using AdoptionTuple =
+    std::tuple<std::int64_t, std::int64_t, at::Tensor, at::Tensor>;
+
+// Reads the parameters of a list of group dicts.
+ParamGroups read_groups(nb::handle param_groups) {
+  ParamGroups groups;
+  for (const nb::handle group : param_groups) {
+    auto& parameters = groups.emplace_back();
+    for (const nb::handle parameter : group["params"]) {
+      at::Tensor tensor;
+      if (!nb::try_cast(parameter, tensor)) {
+        const std::string text =
+            std::string(
+                "FP16_Optimizer: param groups must hold tensors, but got ") +
+            nb::repr(parameter).c_str();
+        throw nb::type_error(text.c_str());
+      }
+      parameters.push_back(std::move(tensor));
+    }
+  }
+  return groups;
+}
+
+std::vector<AdoptionTuple> to_tuples(const std::vector<Adoption>& adoptions) {
+  std::vector<AdoptionTuple> tuples;
+  for (const auto& a : adoptions) {
+    tuples.emplace_back(a.group, a.index, a.model, a.master);
+  }
+  return tuples;
+}
+
+MasterWeights& weights(OptimizerCore& core) {
+  return core.master_weights();
+}
+
+} // namespace
+
+void bind_optimizer_core(nb::module_& m) {
+  nb::enum_<OnMinScale>(
+      m, "OnMinScale", "What a skipped step at the scale's floor leads to.")
+      .value("CONTINUE", OnMinScale::kContinue)
+      .value("WARN", OnMinScale::kWarn)
+      .value("RAISE", OnMinScale::kRaise);
+  nb::enum_<ModelWrites>(
+      m, "ModelWrites", "How writes to the model by others are noticed.")
+      .value("VERSION", ModelWrites::kVersion)
+      .value("VALUES", ModelWrites::kValues);
+  nb::enum_<Evaluation>(
+      m, "Evaluation", "What to do after an evaluation of a closure.")
+      .value("ACCEPT", Evaluation::kAccept)
+      .value("REPEAT", Evaluation::kRepeat)
+      .value("SKIP", Evaluation::kSkip);
+  m.def(
+      "widen_state",
+      &widen_state,
+      Released(),
+      nb::arg("state"),
+      nb::arg("master"),
+      "Returns a piece of optimizer state in the precision of the masters.");
+
+  nb::class_<OptimizerCore>(
+      m,
+      "OptimizerCore",
+      nb::is_weak_referenceable(),
+      "Loss scaling, overflow handling and master weights, as the phases of a "
+      "step.")
+      .def(
+          "__init__",
+          [](OptimizerCore* self,
+             std::string owner,
+             nb::handle loss_scaler,
+             bool check_overflow,
+             OnMinScale on_min_scale,
+             ModelWrites model_writes) {
+            new (self) OptimizerCore(
+                {std::move(owner), check_overflow, on_min_scale, model_writes},
+                scaler_from_python(loss_scaler));
+          },
+          nb::arg("owner"),
+          nb::arg("loss_scaler"),
+          nb::arg("check_overflow"),
+          nb::arg("on_min_scale"),
+          nb::arg("model_writes"))
+      .def_prop_rw(
+          "loss_scaler",
+          [](const OptimizerCore& self) {
+            return scaler_to_python(self.loss_scaler());
+          },
+          [](OptimizerCore& self, nb::handle scaler) {
+            self.set_loss_scaler(scaler_from_python(scaler));
+          })
+      .def_prop_rw(
+          "loss_scale",
+          [](const OptimizerCore& self) {
+            return self.loss_scaler()->loss_scale();
+          },
+          [](OptimizerCore& self, double scale) {
+            self.loss_scaler()->set_loss_scale(scale);
+          })
+      .def_prop_ro(
+          "dynamic",
+          [](const OptimizerCore& self) {
+            return self.loss_scaler()->dynamic();
+          })
+
+      // Parameters.
+      .def(
+          "check",
+          [](OptimizerCore& self, nb::handle groups, std::int64_t first_group) {
+            weights(self).check(read_groups(groups), first_group);
+          },
+          nb::arg("param_groups"),
+          nb::arg("first_group") = 0)
+      .def(
+          "ingest",
+          [](OptimizerCore& self, nb::handle param_groups) {
+            const auto groups = read_groups(param_groups);
+            const nb::gil_scoped_release release;
+            return to_tuples(weights(self).ingest(groups));
+          },
+          nb::arg("param_groups"))
+      .def(
+          "adopt_at",
+          [](OptimizerCore& self, const Positions& positions) {
+            return to_tuples(weights(self).adopt_at(positions));
+          },
+          nb::arg("positions"))
+      .def(
+          "model_params",
+          [](OptimizerCore& self) { return weights(self).model_params(); })
+      .def(
+          "master_params",
+          [](OptimizerCore& self) { return weights(self).master_params(); })
+      .def(
+          "native_params",
+          [](OptimizerCore& self) { return weights(self).native_params(); })
+      .def(
+          "master_positions",
+          [](OptimizerCore& self) { return weights(self).master_positions(); })
+      .def(
+          "check_masters",
+          [](OptimizerCore& self, const ParamGroups& masters) {
+            weights(self).check_masters(masters);
+          },
+          nb::arg("masters"))
+      .def(
+          "load_masters",
+          [](OptimizerCore& self, const ParamGroups& masters) {
+            weights(self).load_masters(masters);
+          },
+          Released(),
+          nb::arg("masters"))
+
+      // Gradients.
+      .def(
+          "scale_loss", &OptimizerCore::scale_loss, Released(), nb::arg("loss"))
+      .def(
+          "update_master_grads",
+          &OptimizerCore::update_master_grads,
+          Released())
+      .def("copy_gradients", &OptimizerCore::copy_gradients, Released())
+      .def(
+          "downscale_gradients",
+          &OptimizerCore::downscale_gradients,
+          Released())
+      .def(
+          "clip_master_grads",
+          &OptimizerCore::clip_master_grads,
+          Released(),
+          nb::arg("max_norm"),
+          nb::arg("norm_type"))
+      .def(
+          "master_gradients",
+          [](OptimizerCore& self) { return weights(self).master_gradients(); })
+      .def(
+          "gradient_report",
+          [](OptimizerCore& self) { return weights(self).report(); })
+      .def(
+          "zero_grad",
+          &OptimizerCore::zero_grad,
+          Released(),
+          nb::arg("set_to_none"))
+
+      // Weights.
+      .def(
+          "adopt_model_writes",
+          [](OptimizerCore& self) { weights(self).adopt_model_writes(); },
+          Released())
+      .def(
+          "overwrite_masters",
+          [](OptimizerCore& self) { weights(self).overwrite_masters(); },
+          Released())
+      .def(
+          "write_model",
+          [](OptimizerCore& self) { weights(self).write_model(); },
+          Released())
+
+      // The step.
+      .def("begin_step", &OptimizerCore::begin_step, Released())
+      .def("finish_step", &OptimizerCore::finish_step, Released())
+      .def(
+          "begin_closure_step", &OptimizerCore::begin_closure_step, Released())
+      .def("begin_evaluation", &OptimizerCore::begin_evaluation, Released())
+      .def("end_evaluation", &OptimizerCore::end_evaluation, Released())
+      .def(
+          "abandon_step",
+          &OptimizerCore::abandon_step,
+          Released(),
+          nb::arg("skipped"))
+
+      // State.
+      .def_prop_rw(
+          "overflow", &OptimizerCore::overflow, &OptimizerCore::set_overflow)
+      .def_prop_rw(
+          "update_pending",
+          &OptimizerCore::update_pending,
+          &OptimizerCore::set_update_pending)
+      .def_prop_rw(
+          "first_evaluation",
+          &OptimizerCore::first_evaluation,
+          &OptimizerCore::set_first_evaluation)
+      .def_prop_ro("steps_applied", &OptimizerCore::steps_applied)
+      .def_prop_ro("steps_skipped", &OptimizerCore::steps_skipped)
+      .def(
+          "set_step_counts",
+          &OptimizerCore::set_step_counts,
+          nb::arg("applied"),
+          nb::arg("skipped"))
+      .def("take_messages", [](OptimizerCore& self) {
+        std::vector<std::tuple<bool, std::string>> messages;
+        for (auto& message : self.take_messages()) {
+          messages.emplace_back(message.warning, std::move(message.text));
+        }
+        return messages;
+      });
+}
+
+} // namespace fp16core::bindings

@@ -1,0 +1,147 @@
+// The loss scale and the rule by which it moves. Knows no tensor.
+
+#pragma once
+
+#include <fp16core/api.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace fp16core {
+
+/// Thrown when an overflow cannot be cured by lowering the loss scale: in a
+/// later evaluation of a closure, or at the scale's floor where the caller
+/// asked for an error. `FP16_Optimizer` in Python raises a class of the same
+/// name.
+class FP16CORE_API LossScaleError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+  ~LossScaleError() override;
+};
+
+/// A loss scale that stays where it is put.
+///
+/// The loss is multiplied by the scale before the backward pass, which lifts
+/// small gradients into the range of float16; the gradients are divided by it
+/// afterwards. Scales are doubles, finite and greater than zero.
+///
+/// The class is also the interface that the step logic drives. Subclasses
+/// override the virtual functions. Not safe for concurrent calls.
+class FP16CORE_API LossScaler {
+ public:
+  /// Throws std::invalid_argument unless `scale` is finite and positive.
+  explicit LossScaler(double scale = 1.0);
+  virtual ~LossScaler();
+
+  /// Returns the factor that the next backward pass will use.
+  virtual double loss_scale() const {
+    return cur_scale_;
+  }
+
+  /// Sets the scale by hand and leaves every counter alone.
+  /// Throws std::invalid_argument unless `scale` is finite and positive.
+  virtual void set_loss_scale(double scale);
+
+  /// Tells the scaler how one iteration went. Does nothing here.
+  virtual void update_scale(bool overflow);
+
+  /// Returns whether `update_scale` may move the scale.
+  virtual bool dynamic() const {
+    return false;
+  }
+
+  /// Returns whether a further overflow would leave the scale where it is for
+  /// good: always so for a static scale, and for a dynamic one at its floor.
+  virtual bool at_floor() const {
+    return true;
+  }
+
+  /// Returns how many overflows in a row the scaler would still tolerate
+  /// before it lowers the scale.
+  virtual std::int64_t overflows_tolerated() const {
+    return 0;
+  }
+
+ protected:
+  // For subclasses that keep the scale elsewhere.
+  double cur_scale_;
+};
+
+/// The rule of a dynamic loss scale: constants, under the names that NVIDIA's
+/// original gave them.
+///
+/// The defaults are those of NVIDIA's and Megatron-LM's `DynamicLossScaler`.
+struct DynamicLossScalerOptions {
+  /// The scale at the start.
+  double init_scale = 4294967296.0;
+  /// Growth multiplies by it, backoff divides by it. Greater than 1.
+  double scale_factor = 2.0;
+  /// Clean iterations from the last overflow (or the last growth) to the next
+  /// growth. At least 1; a fractional window is compared as it is.
+  double scale_window = 1000.0;
+  /// Backoff never goes below it. Greater than 0.
+  double min_scale = 1.0;
+  /// Overflows until the scale is lowered: `delayed_shift - 1` of them are
+  /// tolerated, the next and all that follow lower it. At least 1.
+  std::int64_t delayed_shift = 1;
+  /// Whether every clean iteration restores the tolerance; otherwise only a
+  /// growth does.
+  bool consecutive_hysteresis = false;
+};
+
+/// What a dynamic loss scale remembers between two iterations.
+struct DynamicLossScaleState {
+  double cur_scale;
+  /// Iterations so far, clean or not.
+  std::int64_t cur_iter;
+  /// The iteration of the last overflow; -1 before the first.
+  std::int64_t last_overflow_iter;
+  /// Overflows until the next backoff, 1 being the next one.
+  std::int64_t cur_hysteresis;
+};
+
+/// A loss scale that backs off after an overflow and grows after a run of
+/// clean iterations.
+///
+/// An overflow spends tolerance or divides the scale by `scale_factor`, not
+/// below `min_scale`; it restarts the window. When the number of iterations
+/// since the last overflow is a multiple of `scale_window`, the scale is
+/// multiplied by `scale_factor`, unless the product is not finite. (The state
+/// machine of Megatron-LM's loss scaler, 2019.)
+class FP16CORE_API DynamicLossScaler : public LossScaler {
+ public:
+  /// Throws std::invalid_argument, naming the argument, if one makes no sense.
+  explicit DynamicLossScaler(const DynamicLossScalerOptions& options = {});
+  ~DynamicLossScaler() override;
+
+  double loss_scale() const override {
+    return state_.cur_scale;
+  }
+  void set_loss_scale(double scale) override;
+  void update_scale(bool overflow) override;
+  bool dynamic() const override {
+    return true;
+  }
+  bool at_floor() const override;
+  std::int64_t overflows_tolerated() const override;
+
+  const DynamicLossScalerOptions& options() const {
+    return options_;
+  }
+  /// Replaces the rule and keeps the state. Throws like the constructor.
+  void set_options(const DynamicLossScalerOptions& options);
+
+  const DynamicLossScaleState& state() const {
+    return state_;
+  }
+  /// Replaces the state. Throws std::invalid_argument unless `cur_scale` is
+  /// finite and positive and `cur_hysteresis` at least 1.
+  void set_state(const DynamicLossScaleState& state);
+
+ private:
+  DynamicLossScalerOptions options_;
+  DynamicLossScaleState state_;
+};
+
+} // namespace fp16core

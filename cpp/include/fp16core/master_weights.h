@@ -1,0 +1,178 @@
+// Pairs of a model parameter and its fp32 master, by param group: gradients
+// go in, parameters come out.
+
+#pragma once
+
+#include <fp16core/api.h>
+#include <fp16core/gradient_report.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace fp16core {
+
+/// The param groups of an optimizer: a list of parameters for each.
+using ParamGroups = std::vector<std::vector<at::Tensor>>;
+
+/// A half parameter that has been given a master. Whoever owns the inner
+/// optimizer must put `master` in the place of `model` at this position, and
+/// move the optimizer's state from one to the other.
+struct Adoption {
+  std::int64_t group;
+  std::int64_t index;
+  at::Tensor model;
+  at::Tensor master;
+};
+
+/// Returns a piece of optimizer state in the precision of the masters: half
+/// tensors become float32 on the master's device, others are returned as they
+/// are.
+FP16CORE_API at::Tensor widen_state(
+    const at::Tensor& state,
+    const at::Tensor& master);
+
+/// How writes to the model's weights by others are noticed.
+enum class ModelWrites {
+  /// By version counter, data pointer, dtype and device: free. Writes through
+  /// `.data`, numpy or DLPack do not show.
+  kVersion,
+  /// By comparing every weight with its master before a step: one more read
+  /// pass, and nothing escapes.
+  kValues,
+};
+
+/// The master weights of an optimizer.
+///
+/// A trainable float16 or bfloat16 parameter has a master: a float32 leaf
+/// that requires grad, with the parameter's shape and (if dense) strides. The
+/// inner optimizer holds and updates the master. float32 and float64
+/// parameters are native: the inner optimizer holds the parameter itself.
+/// Frozen parameters are left as they are until a gradient arrives.
+///
+/// Nothing about a parameter is assumed from the last call: dtype, storage,
+/// strides and gradient are read every time. All functions work on the
+/// calling thread's current streams and use ATen's thread pool. Not safe for
+/// concurrent calls. Errors name `owner`, so that they read as the facade's.
+class FP16CORE_API MasterWeights {
+ public:
+  explicit MasterWeights(
+      std::string owner,
+      ModelWrites model_writes = ModelWrites::kVersion);
+  ~MasterWeights();
+  MasterWeights(const MasterWeights&) = delete;
+  MasterWeights& operator=(const MasterWeights&) = delete;
+
+  /// Throws TypeError if a parameter cannot be ingested, naming group, index,
+  /// shape and dtype; ValueError if one stands in the groups twice; and
+  /// NotImplementedError for a device without kernels. Changes nothing.
+  /// `first_group` is added to the group numbers in messages.
+  void check(const ParamGroups& groups, std::int64_t first_group = 0) const;
+
+  /// Brings the pairs in line with the groups that the inner optimizer holds
+  /// now, and makes masters for the half parameters among them that are
+  /// trainable and new, or that hold a gradient. Returns the pairs just made.
+  /// Costs a comparison of pointers where nothing changed. A new master takes
+  /// 4 bytes an element; they are made one at a time. Checks first, like
+  /// `check`, and changes nothing on error.
+  std::vector<Adoption> ingest(const ParamGroups& groups);
+
+  /// Returns, by group, the half parameters that have masters, the masters in
+  /// the same order, and the native trainable parameters.
+  ParamGroups model_params() const;
+  ParamGroups master_params() const;
+  ParamGroups native_params() const;
+
+  /// Returns, by group, the position of each master within its group.
+  std::vector<std::vector<std::int64_t>> master_positions() const;
+
+  /// Makes masters for the frozen or native-turned-half parameters at
+  /// `positions`, so that a checkpoint that has masters there fits. Throws
+  /// ValueError if a position holds no half parameter.
+  std::vector<Adoption> adopt_at(
+      const std::vector<std::vector<std::int64_t>>& positions);
+
+  /// Throws ValueError unless `masters` has the shapes of `master_params()`.
+  void check_masters(const ParamGroups& masters) const;
+
+  /// Copies `masters` into the masters (any floating dtype and device) and
+  /// writes the rounded values to the model. Checks first.
+  void load_masters(const ParamGroups& masters);
+
+  /// Reads the model gradients once and writes unscaled fp32 master gradients:
+  /// checks for inf and NaN, casts, multiplies by the fp32 rounding of the fp64
+  /// reciprocal of `scale` (float64 parameters: the fp64 reciprocal), and
+  /// measures. Native gradients are unscaled in place. A parameter without a
+  /// gradient gets a master without one. Master gradients are allocated where
+  /// they are missing. With an overflow the master gradients are written all
+  /// the same and hold no meaning.
+  void take_gradients(double scale);
+
+  /// Returns whether the last `take_gradients` met inf or NaN.
+  /// On CUDA it synchronizes.
+  bool overflow() const;
+
+  /// Returns what the last `take_gradients` found. On CUDA it synchronizes.
+  GradientReport report() const;
+
+  /// Undoes on native gradients what was multiplied into them since the last
+  /// backward pass (1/scale and clipping), so that the next one accumulates on
+  /// scaled values, and multiplies all model gradients by `ratio` where the
+  /// scale changed meanwhile. Exact for powers of two.
+  void restore_scaled_gradients(double ratio);
+
+  /// Returns the p-norm over all unscaled gradients in double; infinite for
+  /// `norm_type` infinity means the largest magnitude. The 2-norm and the
+  /// inf-norm were measured by `take_gradients` and cost nothing, unless a
+  /// gradient was changed since, which is noticed.
+  double gradient_norm(double norm_type);
+
+  /// Multiplies all master and native gradients by `coefficient` in place.
+  void scale_gradients(double coefficient);
+
+  /// Returns the gradients that the inner optimizer sees, by group; undefined
+  /// where there is none. They alias the real ones.
+  ParamGroups master_gradients() const;
+
+  /// Clears the gradients of masters, native, frozen and half parameters.
+  /// Sets them to None, or detaches and zeroes them.
+  void zero_grad(bool set_to_none);
+
+  /// Returns the position of a half parameter whose gradient has changed since
+  /// the last `take_gradients` and is not all zeros; with `native`, the first
+  /// native parameter with a non-zero gradient counts too.
+  std::optional<TensorReport> waiting_gradient(bool native) const;
+
+  /// Finds half parameters that were written by others since the core last
+  /// saw them, and lets their masters take over the elements that differ from
+  /// the rounded master. Equal elements keep all their bits.
+  void adopt_model_writes();
+
+  /// Overwrites all masters with the model's values.
+  void overwrite_masters();
+
+  /// Writes the masters to the half parameters, rounding to nearest even, and
+  /// bumps their versions. A master beyond the half range becomes inf.
+  void write_model();
+
+  /// Returns the pairs whose master was finite and beyond the half range in
+  /// the last `write_model`, each pair once in its life.
+  std::vector<TensorReport> take_new_saturations();
+
+  /// Copies every trainable master and native parameter, so that `rollback`
+  /// can put them back and write the model. 4 bytes an element.
+  void take_snapshot();
+  void rollback();
+  void drop_snapshot();
+
+ private:
+  struct Pair;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+} // namespace fp16core

@@ -1,0 +1,207 @@
+// The step logic that the Python and the C++ facade share, as phases.
+
+#pragma once
+
+#include <fp16core/api.h>
+#include <fp16core/loss_scaler.h>
+#include <fp16core/master_weights.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace fp16core {
+
+/// What happens when a step is skipped with the scale at its floor.
+enum class OnMinScale { kContinue, kWarn, kRaise };
+
+/// Something the user should be told.
+struct Message {
+  /// A warning, or else information.
+  bool warning;
+  std::string text;
+};
+
+struct OptimizerCoreOptions {
+  /// The facade's class name, for messages.
+  std::string owner = "FP16_Optimizer";
+  /// Whether inf and NaN in the gradients skip the step. Off, they are not
+  /// acted on, and reach the inner optimizer.
+  bool check_overflow = true;
+  OnMinScale on_min_scale = OnMinScale::kWarn;
+  ModelWrites model_writes = ModelWrites::kVersion;
+};
+
+/// What to do after an evaluation of a closure.
+enum class Evaluation {
+  /// The gradients are good.
+  kAccept,
+  /// They overflowed and the scale was lowered: evaluate again.
+  kRepeat,
+  /// They overflowed for good in the first evaluation: leave the inner step;
+  /// the step is skipped.
+  kSkip,
+};
+
+/// Loss scaling, overflow handling and master weights around an inner
+/// optimizer, without the inner optimizer.
+///
+/// A facade drives the phases in this order:
+///
+///     ingest                 before update and step: the groups as they are
+///     scale_loss             then its own backward pass
+///     update_master_grads
+///     clip_master_grads      optional
+///     begin_step             true: run the inner step, then finish_step
+///                            false: the step is skipped
+///
+/// and for a closure `begin_closure_step`, then for every evaluation
+/// `begin_evaluation`, the closure, `end_evaluation`; at last `finish_step`
+/// or `abandon_step`. Closures, hooks and locks stay outside.
+///
+/// Not safe for concurrent calls.
+class FP16CORE_API OptimizerCore {
+ public:
+  /// Throws std::invalid_argument if a dynamic scaler is given with
+  /// `check_overflow` off, since its scale could then only grow.
+  OptimizerCore(
+      OptimizerCoreOptions options,
+      std::shared_ptr<LossScaler> loss_scaler);
+  ~OptimizerCore();
+  OptimizerCore(const OptimizerCore&) = delete;
+  OptimizerCore& operator=(const OptimizerCore&) = delete;
+
+  MasterWeights& master_weights() {
+    return master_weights_;
+  }
+  const MasterWeights& master_weights() const {
+    return master_weights_;
+  }
+
+  const std::shared_ptr<LossScaler>& loss_scaler() const {
+    return loss_scaler_;
+  }
+  /// Takes effect with the next backward pass. Throws like the constructor.
+  void set_loss_scaler(std::shared_ptr<LossScaler> loss_scaler);
+
+  /// Returns `loss` times the loss scale, in float32 (float64 stays float64),
+  /// for the caller to run backward on. The scale is latched: gradients
+  /// accumulated until the next update are unscaled by the same value, whatever
+  /// happens to the scaler meanwhile. Gradients kept from an earlier scale are
+  /// brought to this one. Throws TypeError for an integer or complex loss and
+  /// RuntimeError for one that has no graph or is not a scalar, before
+  /// anything is changed.
+  at::Tensor scale_loss(const at::Tensor& loss);
+
+  /// Takes the model gradients (see MasterWeights::take_gradients) with the
+  /// latched scale, or the scaler's if nothing was latched, and sets `overflow`.
+  void update_master_grads();
+
+  /// The two halves of an update for subclasses that compose it themselves:
+  /// exact fp32 copies of the scaled gradients, and their multiplication by
+  /// the reciprocal of the scale. They set no overflow.
+  void copy_gradients();
+  void downscale_gradients();
+
+  /// Clips the master gradients to `max_norm` and returns their norm before,
+  /// as a 0-dim float32 tensor; -1 after an overflow, with nothing touched.
+  /// The coefficient is max_norm / (norm + 1e-6), at most 1, in double (that
+  /// of torch.nn.utils.clip_grad_norm_). Throws ValueError for a negative or
+  /// NaN `max_norm` and a NaN `norm_type`.
+  at::Tensor clip_master_grads(double max_norm, double norm_type = 2.0);
+
+  /// Updates the scale and returns whether the inner step may run. Masters
+  /// take over what others wrote to the model. Throws RuntimeError while
+  /// gradients wait that no `update_master_grads` has taken, and
+  /// LossScaleError under OnMinScale::kRaise.
+  bool begin_step();
+
+  /// Writes the masters to the model and counts the step as applied.
+  void finish_step();
+
+  /// Starts a step with a closure: updates the scale for what came before.
+  void begin_closure_step();
+  /// Before an evaluation: refreshes the model from the masters, except before
+  /// the first one.
+  void begin_evaluation();
+  /// After an evaluation. In a later evaluation than the first, an overflow
+  /// that cannot be cured puts masters and model back to their values on entry
+  /// and throws LossScaleError, naming the first offending parameter.
+  Evaluation end_evaluation();
+  /// Ends a closure step that was left before its end: by a skip, with the
+  /// count of skipped steps raised, or by a foreign exception.
+  void abandon_step(bool skipped);
+
+  /// Clears all gradients and the latched scale.
+  void zero_grad(bool set_to_none);
+
+  /// Whether the last update met an overflow. Lasts until the next update.
+  bool overflow() const {
+    return overflow_;
+  }
+  void set_overflow(bool overflow);
+
+  /// Whether the overflow (or the clean update) still has to reach the scaler
+  /// with the next step. Part of a checkpoint.
+  bool update_pending() const {
+    return update_pending_;
+  }
+  void set_update_pending(bool pending) {
+    update_pending_ = pending;
+  }
+
+  bool first_evaluation() const {
+    return first_evaluation_;
+  }
+  void set_first_evaluation(bool first) {
+    first_evaluation_ = first;
+  }
+
+  std::int64_t steps_applied() const {
+    return steps_applied_;
+  }
+  std::int64_t steps_skipped() const {
+    return steps_skipped_;
+  }
+  void set_step_counts(std::int64_t applied, std::int64_t skipped);
+
+  /// Returns and forgets what should be told to the user: changes of the
+  /// scale, weights beyond the half range. In order, one line each.
+  std::vector<Message> take_messages();
+
+  const OptimizerCoreOptions& options() const {
+    return options_;
+  }
+
+ private:
+  double gradient_scale() const;
+  void check_scaler(const LossScaler* loss_scaler) const;
+  void check_nothing_waits() const;
+  void update_scale(bool overflow, const char* consequence);
+  void count_skip();
+  void note_saturations();
+  std::string first_offender() const;
+
+  OptimizerCoreOptions options_;
+  std::shared_ptr<LossScaler> loss_scaler_;
+  MasterWeights master_weights_;
+
+  // The scale of the backward passes since the last update, 0 if there were
+  // none, and the one that the gradients now present were made with.
+  double latched_scale_ = 0.0;
+  double accumulated_scale_ = 0.0;
+  bool backward_since_update_ = false;
+
+  bool overflow_ = false;
+  bool update_pending_ = false;
+  bool floor_warned_ = false;
+  bool first_evaluation_ = true;
+  std::int64_t steps_applied_ = 0;
+  std::int64_t steps_skipped_ = 0;
+  std::vector<Message> messages_;
+};
+
+} // namespace fp16core

@@ -1,0 +1,65 @@
+#include <fp16core/gradient_report.h>
+
+#include "kernels.h"
+#include "parameter_text.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <sstream>
+
+namespace fp16core {
+
+const TensorReport* GradientReport::first_offender() const {
+  const auto found =
+      std::find_if(tensors.begin(), tensors.end(), [](const TensorReport& t) {
+        return t.inf_count + t.nan_count > 0;
+      });
+  return found == tensors.end() ? nullptr : &*found;
+}
+
+std::string GradientReport::describe(const TensorReport& tensor) {
+  std::ostringstream text;
+  text << detail::describe_parameter(
+              tensor.group, tensor.index, tensor.parameter)
+       << ", with " << tensor.inf_count << " inf and " << tensor.nan_count
+       << " NaN";
+  return text.str();
+}
+
+bool has_nonfinite(const std::vector<at::Tensor>& tensors) {
+  const at::NoGradGuard no_grad;
+  for (const auto& tensor : tensors) {
+    if (!tensor.defined()) {
+      continue;
+    }
+    const at::Tensor values =
+        (tensor.is_sparse() ? tensor._values() : tensor).contiguous();
+    const auto type = values.scalar_type();
+    TORCH_CHECK_TYPE(
+        type == at::kHalf || type == at::kBFloat16 || type == at::kFloat ||
+            type == at::kDouble,
+        "has_nonfinite: tensors must be float16, bfloat16, float32 or "
+        "float64, but got ",
+        detail::dtype_name(type));
+    const auto kernels = detail::make_kernels(values.device());
+    const detail::Factor one;
+    kernels->take_gradients(
+        detail::GradientItem{
+            values.const_data_ptr(),
+            nullptr,
+            values.numel(),
+            type,
+            type == at::kDouble ? at::kDouble : at::kFloat,
+            false},
+        &one);
+    const auto& stats = kernels->gradient_stats().front();
+    if (stats.inf_count + stats.nan_count > 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
+} // namespace fp16core

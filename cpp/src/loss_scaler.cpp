@@ -1,0 +1,114 @@
+#include <fp16core/loss_scaler.h>
+
+#include "math/update_loss_scale.h"
+#include "number.h"
+
+#include <cmath>
+
+namespace fp16core {
+
+namespace {
+
+void check(bool condition, const char* rule, double value) {
+  if (!condition) {
+    throw std::invalid_argument(
+        std::string(rule) + ", but got " + detail::number(value));
+  }
+}
+
+bool is_scale(double value) {
+  return std::isfinite(value) && value > 0.0;
+}
+
+void check(const DynamicLossScalerOptions& options) {
+  check(
+      is_scale(options.init_scale),
+      "DynamicLossScaler: init_scale must be finite and greater than 0",
+      options.init_scale);
+  check(
+      std::isfinite(options.scale_factor) && options.scale_factor > 1.0,
+      "DynamicLossScaler: scale_factor must be finite and greater than 1",
+      options.scale_factor);
+  check(
+      std::isfinite(options.scale_window) && options.scale_window >= 1.0,
+      "DynamicLossScaler: scale_window must be finite and at least 1",
+      options.scale_window);
+  check(
+      is_scale(options.min_scale),
+      "DynamicLossScaler: min_scale must be finite and greater than 0",
+      options.min_scale);
+  check(
+      options.delayed_shift >= 1,
+      "DynamicLossScaler: delayed_shift must be at least 1",
+      static_cast<double>(options.delayed_shift));
+}
+
+} // namespace
+
+LossScaleError::~LossScaleError() = default;
+
+LossScaler::LossScaler(double scale) : cur_scale_(scale) {
+  check(
+      is_scale(scale),
+      "LossScaler: scale must be finite and greater than 0",
+      scale);
+}
+
+LossScaler::~LossScaler() = default;
+
+void LossScaler::set_loss_scale(double scale) {
+  check(
+      is_scale(scale),
+      "LossScaler.loss_scale: must be finite and greater than 0",
+      scale);
+  cur_scale_ = scale;
+}
+
+void LossScaler::update_scale(bool /*overflow*/) {}
+
+DynamicLossScaler::DynamicLossScaler(const DynamicLossScalerOptions& options)
+    : options_(options),
+      state_{options.init_scale, 0, -1, options.delayed_shift} {
+  check(options);
+}
+
+DynamicLossScaler::~DynamicLossScaler() = default;
+
+void DynamicLossScaler::set_loss_scale(double scale) {
+  check(
+      is_scale(scale),
+      "DynamicLossScaler.loss_scale: must be finite and greater than 0",
+      scale);
+  state_.cur_scale = scale;
+}
+
+void DynamicLossScaler::update_scale(bool overflow) {
+  detail::update_loss_scale(options_, state_, overflow);
+}
+
+bool DynamicLossScaler::at_floor() const {
+  return state_.cur_scale <= options_.min_scale;
+}
+
+std::int64_t DynamicLossScaler::overflows_tolerated() const {
+  return options_.delayed_shift == 1 ? 0 : state_.cur_hysteresis - 1;
+}
+
+void DynamicLossScaler::set_options(const DynamicLossScalerOptions& options) {
+  check(options);
+  options_ = options;
+}
+
+void DynamicLossScaler::set_state(const DynamicLossScaleState& state) {
+  check(
+      is_scale(state.cur_scale),
+      "DynamicLossScaler.cur_scale: must be finite and greater than 0",
+      state.cur_scale);
+  check(
+      state.cur_hysteresis >= 1,
+      "DynamicLossScaler.cur_hysteresis: must be at least 1",
+      static_cast<double>(state.cur_hysteresis));
+  state_ = state;
+}
+
+} // namespace fp16core

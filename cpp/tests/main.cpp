@@ -1,0 +1,4 @@
+// The entry point of the C++ tests.
+
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest.h>

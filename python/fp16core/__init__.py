@@ -1,0 +1,23 @@
+"""Mixed-precision training for PyTorch with a C++ core."""
+
+# torch first: the extension links the libraries that torch loads, and knows no
+# tensor before torch is there.
+import torch as _torch
+
+from fp16core._torch_check import check_torch as _check_torch
+
+_check_torch(_torch.__version__, _torch.version.cuda)
+
+from fp16core._build_info import version as __version__  # noqa: E402
+from fp16core._core import GradientReport, LossScaleError  # noqa: E402
+from fp16core.fp16_optimizer import FP16_Optimizer  # noqa: E402
+from fp16core.loss_scaler import DynamicLossScaler, LossScaler  # noqa: E402
+
+__all__ = [
+    "DynamicLossScaler",
+    "FP16_Optimizer",
+    "GradientReport",
+    "LossScaleError",
+    "LossScaler",
+    "__version__",
+]

@@ -1,0 +1,117 @@
+"""What the facade needs to know about the optimizer it wraps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from fp16core import _core
+
+_wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def check_optimizer(optimizer: Any, owner: str) -> None:
+    """Raise unless ``optimizer`` can be wrapped. Changes nothing."""
+    missing = [
+        name
+        for name in ("param_groups", "state", "step", "state_dict", "load_state_dict")
+        if not hasattr(optimizer, name)
+    ]
+    if missing or isinstance(optimizer, type):
+        raise TypeError(
+            f"{owner}: init_optimizer must be an optimizer, but got {optimizer!r}"
+            + (f" without {', '.join(missing)}" if missing else "")
+        )
+    try:
+        already = optimizer in _wrapped
+    except TypeError:  # not weakly referenceable
+        already = False
+    if already:
+        raise ValueError(
+            f"{owner}: init_optimizer must not be wrapped already, but got "
+            f"{type(optimizer).__name__} inside another {owner}"
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise ValueError(
+                f"{owner}: init_optimizer must not be differentiable, "
+                f"but got differentiable=True in group {number}"
+            )
+        if not isinstance(group["params"], list):
+            raise TypeError(
+                f"{owner}: the params of a group must be a list, "
+                f"but got {type(group['params']).__name__} in group {number}"
+            )
+        check_not_lazy(group["params"], number, owner)
+
+
+def check_not_lazy(params: Iterable[Any], group: int, owner: str) -> None:
+    """Raise TypeError for a parameter that has no shape yet."""
+    for index, param in enumerate(params):
+        if is_lazy(param):
+            raise TypeError(
+                f"{owner}: parameters must be initialized, "
+                f"but got a lazy one as group {group}, index {index}"
+            )
+
+
+def mark_wrapped(optimizer: Any) -> None:
+    """Remember that ``optimizer`` holds masters now."""
+    try:
+        _wrapped.add(optimizer)
+    except TypeError:  # not weakly referenceable
+        pass
+
+
+def adopt(optimizer: Any, adoptions: Iterable[tuple[int, int, Any, Any]]) -> None:
+    """Put masters in the place of half parameters.
+
+    The lists of the groups are edited in place; state moves from the parameter to
+    its master, entry by entry, half tensors in it becoming float32; attributes set
+    on the parameter are copied.
+    """
+    for group, index, model, master in adoptions:
+        optimizer.param_groups[group]["params"][index] = master
+        master.__dict__.update(model.__dict__)
+        if model in optimizer.state:
+            entry = optimizer.state.pop(model)
+            widen = _widener(master)
+            optimizer.state[master] = map_tensors(entry, widen)
+
+
+def _widener(master: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: _core.widen_state(tensor, master)
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Apply ``change`` to every tensor in a piece of optimizer state.
+
+    Dicts and lists are edited in place. A step counter is left as it is.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key != "step":
+                value[key] = map_tensors(item, change)
+        return value
+    if isinstance(value, list):
+        value[:] = [map_tensors(item, change) for item in value]
+        return value
+    if type(value) is tuple:
+        return tuple(map_tensors(item, change) for item in value)
+    return value
+
+
+def tell_schedulers(optimizer: Any) -> None:
+    """Make schedulers on the inner optimizer see a step that was skipped.
+
+    They patch its ``step``, which a skipped step does not call, and would warn
+    that ``lr_scheduler.step()`` came first.
+    """
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        optimizer._opt_called = True

@@ -1,0 +1,671 @@
+"""FP16_Optimizer: master weights and loss scaling around a torch optimizer."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from fp16core import _checkpoint, _core
+from fp16core._core import Evaluation, ModelWrites, OnMinScale
+from fp16core._inner_optimizer import (
+    adopt,
+    check_not_lazy,
+    check_optimizer,
+    mark_wrapped,
+    tell_schedulers,
+)
+from fp16core.loss_scaler import DynamicLossScaler, LossScaler
+
+logger = logging.getLogger("fp16core")
+
+_ON_MIN_SCALE = {
+    "continue": OnMinScale.CONTINUE,
+    "warn": OnMinScale.WARN,
+    "raise": OnMinScale.RAISE,
+}
+_MODEL_WRITES = {"version": ModelWrites.VERSION, "values": ModelWrites.VALUES}
+
+
+class _SkippedStep(BaseException):
+    """Unwinds an inner step whose first evaluation overflows for good.
+
+    Not an Exception, so that an optimizer that guards its closure lets it pass.
+    """
+
+
+class FP16_Optimizer(torch.optim.Optimizer):
+    """Wraps an optimizer so that it trains fp16 and bf16 parameters well.
+
+    Trainable float16 and bfloat16 parameters get fp32 master weights, which the
+    wrapped optimizer updates in their place; float32 and float64 parameters stay
+    as they are, and all kinds may be mixed. The loss is scaled before the backward
+    pass, gradients are unscaled into fp32, and a step whose gradients hold inf or
+    NaN is skipped::
+
+        model = Net().half()
+        optimizer = FP16_Optimizer(
+            torch.optim.AdamW(model.parameters(), lr=1e-3), dynamic_loss_scale=True
+        )
+        ...
+        optimizer.zero_grad()
+        loss = criterion(model(x).float(), y)
+        optimizer.backward(loss)  # instead of loss.backward()
+        optimizer.clip_master_grads(1.0)  # optional
+        optimizer.step()
+
+    It is a ``torch.optim.Optimizer`` and shares ``param_groups``, ``state`` and
+    ``defaults`` with the wrapped one, so schedulers may sit on either. Public
+    attributes and methods that it lacks are those of the wrapped optimizer.
+
+    Weights that something else writes to the model (``load_state_dict``, an EMA
+    swap, ``Embedding(max_norm=...)``) are noticed before the next step, and only
+    the elements that differ from the rounded master replace it. Writes through
+    ``.data``, numpy or DLPack do not show in a version counter: call
+    ``_model_params_to_master_params()`` after them, or pass
+    ``track_model_writes="values"``.
+
+    Args:
+        init_optimizer: a constructed optimizer, of ``torch.optim`` or anything
+            with ``param_groups``, ``state``, ``step`` and the state dict methods.
+            It is changed in place: the masters go into its groups.
+        static_loss_scale: the scale, unless ``dynamic_loss_scale`` is set.
+        dynamic_loss_scale: whether the scale follows the overflows.
+        dynamic_loss_args: keyword arguments of :class:`DynamicLossScaler`.
+        verbose: whether to print what is ingested.
+        check_overflow: whether inf and NaN skip the step. Off (with a static scale
+            only), they reach the wrapped optimizer.
+        on_min_scale: what a step skipped with the scale at its floor leads to:
+            "continue", "warn" (once a streak) or "raise" (:class:`LossScaleError`).
+            A static scale is always at its floor.
+        track_model_writes: "version", or "values" to compare all weights before
+            every step.
+
+    Raises:
+        TypeError: for something that is not an optimizer, and for a trainable
+            parameter of another dtype, layout or kind, naming its group and index.
+        NotImplementedError: for a trainable parameter on a device without kernels.
+        ValueError: for an optimizer that is wrapped already or differentiable, and
+            for scaler arguments that make no sense.
+
+    All of these come before anything is changed.
+    """
+
+    optimizer: Any
+
+    def __init__(
+        self,
+        init_optimizer: Any,
+        static_loss_scale: float | None = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None,
+        verbose: bool = True,
+        *,
+        check_overflow: bool = True,
+        on_min_scale: str = "warn",
+        track_model_writes: str = "version",
+    ) -> None:
+        # Optimizer.__init__ is not run: it would make groups and state of its own.
+        check_optimizer(init_optimizer, "FP16_Optimizer")
+        scaler: LossScaler | DynamicLossScaler
+        if dynamic_loss_scale:
+            scaler = DynamicLossScaler(**(dynamic_loss_args or {}))
+        elif static_loss_scale is None:
+            raise TypeError(
+                "FP16_Optimizer: static_loss_scale must be a number "
+                "without dynamic_loss_scale, but got None"
+            )
+        else:
+            scaler = LossScaler(static_loss_scale)
+        core = _core.OptimizerCore(
+            "FP16_Optimizer",
+            scaler,
+            check_overflow,
+            _choice(_ON_MIN_SCALE, "on_min_scale", on_min_scale),
+            _choice(_MODEL_WRITES, "track_model_writes", track_model_writes),
+        )
+        core.check(init_optimizer.param_groups)
+
+        self.optimizer = init_optimizer
+        self.verbose = verbose
+        self.clip_grad_norm: Callable[..., Any] = clip_grad_norm_
+        self._core = core
+        for name in (
+            "step_pre",
+            "step_post",
+            "state_dict_pre",
+            "state_dict_post",
+            "load_state_dict_pre",
+            "load_state_dict_post",
+        ):
+            setattr(self, f"_optimizer_{name}_hooks", OrderedDict())
+        self._zero_grad_profile_name = "Optimizer.zero_grad#FP16_Optimizer.zero_grad"
+        self._warned_capturable_if_run_uncaptured = True
+        self._ingest()
+        mark_wrapped(init_optimizer)
+        self._print_groups(0)
+
+    # The iteration.
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        update_master_grads: bool = True,
+        retain_graph: bool = False,
+        *,
+        create_graph: bool = False,
+        inputs: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Run backward on the scaled loss and take the gradients.
+
+        The loss is cast to fp32 (a float64 loss stays float64), multiplied by the
+        loss scale, and differentiated; then :meth:`update_master_grads` is called.
+        Several losses may be accumulated, in either way::
+
+            optimizer.backward(loss1)
+            optimizer.backward(loss2)
+
+            optimizer.backward(loss1, update_master_grads=False)
+            optimizer.backward(loss2, update_master_grads=False)
+            optimizer.update_master_grads()
+
+        Args:
+            loss: a tensor of one floating point element that has a graph.
+            update_master_grads: whether to take the gradients now. If not, they
+                have to be taken before the step.
+            retain_graph: as in ``torch.Tensor.backward``.
+            create_graph: likewise.
+            inputs: likewise.
+
+        Raises:
+            TypeError: if the loss is not a floating point tensor.
+            RuntimeError: if it is not a scalar or has no graph.
+        """
+        self.scale_loss(loss).backward(  # type: ignore[no-untyped-call]
+            retain_graph=retain_graph or create_graph,
+            create_graph=create_graph,
+            inputs=inputs,
+        )
+        if update_master_grads:
+            self.update_master_grads()
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss times the loss scale, to call backward on yourself.
+
+        Call :meth:`update_master_grads` after the backward pass. The scale is the
+        same for all losses until then. Raises like :meth:`backward`.
+        """
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(
+                "FP16_Optimizer.backward: loss must be a tensor, "
+                f"but got {type(loss).__name__}"
+            )
+        return self._core.scale_loss(loss)
+
+    def update_master_grads(self) -> None:
+        """Take the gradients: check them, and unscale them into fp32.
+
+        Sets :attr:`overflow`. The master gradients are rebuilt from the model's
+        gradients each time, so calling it again is harmless; it also undoes
+        clipping, which therefore comes last.
+        """
+        self._ingest()
+        self._core.update_master_grads()
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Clip the norm of the master gradients, native parameters included.
+
+        Args:
+            max_norm: the norm to clip to, at least 0.
+            norm_type: p of the p-norm; may be inf, or "inf".
+
+        Returns:
+            The norm before clipping as a 0-dim fp32 tensor; -1 after an overflow,
+            with nothing touched.
+
+        Raises:
+            ValueError: if ``max_norm`` is negative or NaN, or ``norm_type`` is NaN.
+        """
+        if self.clip_grad_norm is not clip_grad_norm_ and not self.overflow:
+            # Scripts put a function of their own into this attribute.
+            params = [p for group in self.param_groups for p in group["params"]]
+            return self.clip_grad_norm(params, max_norm, norm_type)  # type: ignore[no-any-return]
+        return self._core.clip_master_grads(float(max_norm), float(norm_type))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the loss scale, run the wrapped optimizer, write the model.
+
+        After an overflow the step is skipped: masters, model, optimizer state and
+        hyper-parameters stay as they are. Test :attr:`overflow` afterwards to learn
+        whether the step was applied.
+
+        Args:
+            closure: a function that clears the gradients, computes the loss, calls
+                :meth:`backward` and returns the loss, for optimizers that evaluate
+                it several times. An evaluation that overflows lowers the scale and
+                is repeated. An overflow that no lower scale can cure skips the step
+                if it is the first evaluation's, and is an error in a later one.
+
+        Returns:
+            What the wrapped optimizer's step returns; None if the step was skipped.
+
+        Raises:
+            RuntimeError: while gradients wait that have not been taken.
+            LossScaleError: if a later evaluation of a closure overflows for good,
+                with masters and model back at their values on entry; and under
+                ``on_min_scale="raise"``.
+        """
+        args: tuple[Any, ...] = (self,) if closure is None else (self, closure)
+        kwargs: dict[str, Any] = {}
+        for pre_hook in list(self._optimizer_step_pre_hooks.values()):
+            changed = pre_hook(self, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            result = self._step()
+        else:
+            result = self._step_with_closure(closure)
+        for post_hook in list(self._optimizer_step_post_hooks.values()):
+            post_hook(self, args, kwargs)
+        return result
+
+    # Keeps torch from wrapping the method in hooks once more.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _step(self) -> Any:
+        self._ingest()
+        try:
+            applies = self._core.begin_step()
+        finally:
+            self._log()
+        if not applies:
+            tell_schedulers(self.optimizer)
+            return None
+        result = self.optimizer.step()
+        self._core.finish_step()
+        self._log()
+        return result
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        self._ingest()
+        core = self._core
+        core.begin_closure_step()
+
+        def evaluate() -> Any:
+            core.begin_evaluation()
+            while True:
+                loss = closure()
+                try:
+                    outcome = core.end_evaluation()
+                finally:
+                    self._log()
+                if outcome is Evaluation.ACCEPT:
+                    return loss
+                if outcome is Evaluation.SKIP:
+                    raise _SkippedStep
+
+        try:
+            result = self.optimizer.step(evaluate)
+        except _SkippedStep:
+            tell_schedulers(self.optimizer)
+            try:
+                core.abandon_step(True)
+            finally:
+                self._log()
+            return None
+        except BaseException:
+            core.abandon_step(False)
+            raise
+        core.finish_step()
+        self._log()
+        return result
+
+    def zero_grad(
+        self, set_grads_to_None: bool = False, *, set_to_none: bool | None = None
+    ) -> None:
+        """Clear the gradients of masters and model alike.
+
+        Args:
+            set_grads_to_None: whether to drop the gradients, which frees their
+                memory, instead of zeroing them.
+            set_to_none: torch's name for the same; it wins where both are given.
+        """
+        drop = set_grads_to_None if set_to_none is None else set_to_none
+        self._ingest()
+        self._core.zero_grad(bool(drop))
+
+    # What happened.
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last update met inf or NaN. Lasts until the next update."""
+        return self._core.overflow
+
+    @overflow.setter
+    def overflow(self, value: bool) -> None:
+        self._core.overflow = bool(value)
+
+    @property
+    def steps_applied(self) -> int:
+        """How many steps moved the weights. Part of the checkpoint."""
+        return self._core.steps_applied
+
+    @property
+    def steps_skipped(self) -> int:
+        """How many steps were skipped for an overflow. Part of the checkpoint."""
+        return self._core.steps_skipped
+
+    def gradient_report(self) -> _core.GradientReport:
+        """Return what the last update found, for each gradient and in total."""
+        return self._core.gradient_report()
+
+    def inspect_master_grad_data(self) -> list[list[torch.Tensor | None]] | None:
+        """Return the gradients that the wrapped optimizer sees, by group.
+
+        They alias the real ones; None stands for a parameter without one. After an
+        overflow they mean nothing: a warning is printed and None returned.
+        """
+        if self.overflow:
+            print(
+                "Warning: FP16_Optimizer.inspect_master_grad_data called after an "
+                "overflow: the gradients are invalid, returning None."
+            )
+            return None
+        return self._core.master_gradients()
+
+    # The scale.
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the next backward pass.
+
+        A value set by hand must be finite and greater than 0 (else ValueError) and
+        takes effect with the next backward pass after an update.
+        """
+        return self._core.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self._core.loss_scale = float(value)
+
+    @property
+    def loss_scaler(self) -> Any:
+        """The loss scaler. May be replaced by anything with ``loss_scale`` and
+        ``update_scale``."""
+        return self._core.loss_scaler
+
+    @loss_scaler.setter
+    def loss_scaler(self, scaler: Any) -> None:
+        self._core.loss_scaler = scaler
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the scaler may move the scale.
+
+        Setting it replaces the scaler by one of the other kind with the same scale.
+        """
+        return self._core.dynamic
+
+    @dynamic_loss_scale.setter
+    def dynamic_loss_scale(self, value: bool) -> None:
+        if bool(value) != self._core.dynamic:
+            scale = self.loss_scale
+            self.loss_scaler = (
+                DynamicLossScaler(init_scale=scale) if value else LossScaler(scale)
+            )
+
+    # Parameters and state.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The param groups of the wrapped optimizer, masters in them."""
+        return self.optimizer.param_groups  # type: ignore[no-any-return]
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the wrapped optimizer, keyed by master."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def fp16_groups(self) -> list[list[torch.Tensor]]:
+        """By group, the half parameters of the model that have masters."""
+        self._ingest()
+        return self._core.model_params()
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[torch.Tensor]]:
+        """By group, the masters, in the order of :attr:`fp16_groups`."""
+        self._ingest()
+        self._core.adopt_model_writes()
+        return self._core.master_params()
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[torch.Tensor]]:
+        """By group, the trainable parameters that need no master."""
+        self._ingest()
+        return self._core.native_params()
+
+    @property
+    def first_closure_call_this_step(self) -> bool:
+        """Whether the next evaluation of a closure is the first of its step."""
+        return self._core.first_evaluation
+
+    @first_closure_call_this_step.setter
+    def first_closure_call_this_step(self, value: bool) -> None:
+        self._core.first_evaluation = bool(value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as ``torch.optim.Optimizer.add_param_group`` does.
+
+        Its half parameters get masters. Raises like the constructor, before
+        anything is changed.
+        """
+        params = param_group["params"]
+        if not isinstance(params, torch.Tensor | set):
+            # Once only, should it be a generator. torch refuses sets.
+            param_group["params"] = params = list(params)
+        if not isinstance(params, set):
+            listed = [params] if isinstance(params, torch.Tensor) else params
+            tensors = [p[1] if isinstance(p, tuple) else p for p in listed]
+            check_not_lazy(tensors, len(self.param_groups), "FP16_Optimizer")
+            self._core.check([{"params": tensors}], len(self.param_groups))
+        self.optimizer.add_param_group(param_group)
+        self._ingest()
+        self._print_groups(len(self.param_groups) - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all state as plain data, which ``torch.load`` reads as it is.
+
+        ``fp32_from_fp16`` holds the live masters. The model's weights are not in
+        it, except those that have masters.
+        """
+        for pre_hook in list(self._optimizer_state_dict_pre_hooks.values()):
+            pre_hook(self)
+        self._ingest()
+        self._core.adopt_model_writes()
+        result = _checkpoint.save(self._core, self.optimizer)
+        for post_hook in list(self._optimizer_state_dict_post_hooks.values()):
+            changed = post_hook(self, result)
+            if changed is not None:
+                result = changed
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Masters are copied into the present ones and written to the model, rounded,
+        so it does not matter whether the model is loaded before or after. The
+        scaler is replaced by the saved one. A state dict of the wrapped optimizer
+        alone is accepted too: masters and scale then stay as they are.
+
+        Raises:
+            ValueError: if the state dict does not fit, with nothing changed.
+        """
+        for pre_hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            changed = pre_hook(self, state_dict)
+            if changed is not None:
+                state_dict = changed
+        self._ingest()
+        core = self._core
+        saved = _checkpoint.check(state_dict, core, self.optimizer)
+        if saved.positions is not None:
+            adopt(self.optimizer, core.adopt_at(saved.positions))
+        core.adopt_model_writes()
+        _checkpoint.load_inner(self.optimizer, saved.optimizer_state)
+        self._ingest()
+        if saved.masters is not None and saved.positions is not None:
+            masters = core.master_params()
+            for own, positions, group, indices in zip(
+                masters,
+                core.master_positions(),
+                saved.masters,
+                saved.positions,
+                strict=True,
+            ):
+                given = dict(zip(indices, group, strict=True))
+                own[:] = [
+                    given.get(i, master)
+                    for i, master in zip(positions, own, strict=True)
+                ]
+            core.load_masters(masters)
+            if callable(saved.scaler):
+                saved.scaler()
+            else:
+                core.loss_scaler = saved.scaler
+            core.overflow = saved.overflow
+            core.update_pending = saved.update_pending
+            core.first_evaluation = True
+            core.set_step_counts(saved.steps_applied, saved.steps_skipped)
+        for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
+            post_hook(self)
+
+    # Names that old scripts and subclasses use.
+
+    def maybe_print(self, msg: str) -> None:
+        """Print ``msg`` if :attr:`verbose`."""
+        if self.verbose:
+            print(msg)
+
+    def _check_overflow(self) -> None:
+        self._ingest()
+        params = [*self.fp16_groups, *self.fp32_from_fp32_groups]
+        grads = [p.grad for group in params for p in group if p.grad is not None]
+        self.overflow = _core.has_nonfinite(grads)
+
+    def _update_scale(self, has_overflow: bool = False) -> None:
+        self.loss_scaler.update_scale(has_overflow)
+
+    def _model_grads_to_master_grads(self) -> None:
+        self._ingest()
+        self._core.copy_gradients()
+
+    def _downscale_master(self) -> None:
+        self._core.downscale_gradients()
+
+    def _master_params_to_model_params(self) -> None:
+        self._ingest()
+        self._core.write_model()
+        self._log()
+
+    def _model_params_to_master_params(self) -> None:
+        self._ingest()
+        self._core.overwrite_masters()
+
+    # Plumbing.
+
+    def _ingest(self) -> None:
+        adopt(self.optimizer, self._core.ingest(self.optimizer.param_groups))
+
+    def _log(self) -> None:
+        for warning, text in self._core.take_messages():
+            logger.log(logging.WARNING if warning else logging.INFO, text)
+
+    def _print_groups(self, first: int) -> None:
+        if not self.verbose:
+            return
+        masters = [
+            {id(master): model for master, model in zip(*pair, strict=True)}
+            for pair in zip(
+                self._core.master_params(), self._core.model_params(), strict=True
+            )
+        ]
+        for number, group in list(enumerate(self.param_groups))[first:]:
+            models = masters[number]
+            elements = sum(p.numel() for p in models.values())
+            native = sum(p.requires_grad for p in group["params"]) - len(models)
+            frozen = len(group["params"]) - len(models) - native
+            print(
+                f"FP16_Optimizer: group {number}: {len(models)} half parameters "
+                f"({elements:,} elements, {4 * elements:,} bytes of masters), "
+                f"{native} native, {frozen} frozen"
+            )
+            for index, param in enumerate(group["params"]):
+                shape, dtype = list(param.shape), str(param.dtype)[6:]
+                if id(param) in models:
+                    kind = f"{str(models[id(param)].dtype)[6:]}, master {dtype}"
+                else:
+                    kind = f"{dtype}, {'native' if param.requires_grad else 'frozen'}"
+                print(f"  {index}: {shape} {kind}")
+
+    def __getattr__(self, name: str) -> Any:
+        # Private names stay private: some of torch's mark abilities that only the
+        # wrapped optimizer has.
+        if name.startswith("_") or name == "optimizer":
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}"
+            )
+        value = getattr(self.optimizer, name)
+        if getattr(value, "__self__", None) is not self.optimizer:
+            return value
+
+        @functools.wraps(value)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # The method may move the masters, as `eval` of a schedule-free
+            # optimizer does.
+            self._ingest()
+            self._core.adopt_model_writes()
+            result = value(*args, **kwargs)
+            self._ingest()
+            self._core.write_model()
+            self._log()
+            return result
+
+        return forward
+
+    def __repr__(self) -> str:
+        kind = "dynamic" if self.dynamic_loss_scale else "static"
+        return f"{type(self).__name__}({kind} loss scale {self.loss_scale:g}, " + (
+            f"{self.optimizer!r})"
+        )
+
+    def __getstate__(self) -> NoReturn:
+        raise RuntimeError(
+            "FP16_Optimizer: cannot be pickled or copied, since that would cut the "
+            "ties to the model; use state_dict() and load_state_dict()"
+        )
+
+    def __setstate__(self, state: object) -> NoReturn:
+        self.__getstate__()
+
+
+def _choice(choices: dict[str, Any], name: str, value: Any) -> Any:
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(
+            f"FP16_Optimizer: {name} must be one of {', '.join(choices)}, "
+            f"but got {value!r}"
+        )
+    return choices[value]
