@@ -11,7 +11,7 @@ WERROR ?= OFF
 PYTEST_ARGS ?=
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
 
-BIN := $(CURDIR)/$(VENV)/bin
+BIN := $(abspath $(VENV))/bin
 WHEEL_BUILD := $(BUILD)/wheel$(SUFFIX)
 DIST := $(BUILD)/dist$(SUFFIX)
 ENVIRONMENT := $(VENV)/.environment
@@ -33,7 +33,7 @@ help: ## Say what can be made
 	@echo "With another torch: make test TORCH=2.14.1. More tests: PYTEST_ARGS=--slow."
 
 demo: $(INSTALLED) ## Train a small GPT in fp32 and in fp16 (about four minutes)
-	$(BIN)/python examples/train_char_gpt.py
+	OMP_WAIT_POLICY=passive $(BIN)/python examples/train_char_gpt.py --out $(BUILD)/train_char_gpt.png
 
 test: test-python test-cpp ## Run all tests
 

@@ -5,10 +5,8 @@ import argparse
 import logging
 import math
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
-from statistics import median
 from time import perf_counter
 
 import torch
@@ -18,6 +16,14 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import trange
 from training_picture import draw
+from training_report import (
+    Run,
+    activation_bytes,
+    optimizer_bytes,
+    power_of_two,
+    print_table,
+    tensor_bytes,
+)
 
 from fp16core import FP16_Optimizer
 
@@ -25,22 +31,6 @@ CONTEXT = 64
 BATCH = 16
 LEARNING_RATE = 4e-3
 MAX_NORM = 1.0
-
-
-@dataclass
-class Run:
-    """What one training run left behind."""
-
-    losses: list[float] = field(default_factory=list)
-    # The loss scale of every step, and last the one that the next step would use.
-    scales: list[float] = field(default_factory=list)
-    skipped: list[int] = field(default_factory=list)
-    step_times: list[float] = field(default_factory=list)
-    optimizer_times: list[float] = field(default_factory=list)
-    validation_loss: float = math.nan
-    parameter_bytes: int = 0
-    optimizer_bytes: int = 0
-    activation_bytes: int = 0
 
 
 def read_text() -> tuple[Tensor, Tensor, int]:
@@ -62,7 +52,8 @@ def learning_rate_factor(step: int, steps: int) -> float:
 def train(
     text: Tensor, model: CharGPT, half: bool, steps: int, seed: int
 ) -> tuple[Run, torch.optim.Optimizer]:
-    """Trains `model`: the lines under `if half` are all that fp16 changes."""
+    """Trains `model`, whose parameters are half where `half` is true. What else fp16
+    changes stands under `if half`, and in the wait of the schedule."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     if half:
         # A short run: try a larger scale after 100 good steps, not after 1000.
@@ -76,11 +67,10 @@ def train(
     sampler = torch.Generator().manual_seed(seed)
     run = Run()
     bar = trange(steps, desc="fp16" if half else "fp32", unit="step")
-    for step in bar:
+    for _ in bar:
         starts = torch.randint(len(text) - CONTEXT, (BATCH, 1), generator=sampler)
         batch = text[starts + torch.arange(CONTEXT + 1)]
-        if half:
-            run.scales.append(optimizer.loss_scale)
+        scale = optimizer.loss_scale if half else 1.0
 
         started = perf_counter()
         loss = model.loss(batch)
@@ -104,18 +94,14 @@ def train(
         optimizer.zero_grad()
         finished = perf_counter()
 
-        run.losses.append(loss.item())
-        run.step_times.append(finished - started)
-        run.optimizer_times.append(finished - differentiated)
-        if skipped:
-            run.skipped.append(step)
+        run.note(loss.item(), scale, skipped, started, differentiated, finished)
         progress = {"loss": f"{loss.item():.3f}"}
         if half:
             progress["scale"] = power_of_two(optimizer.loss_scale)
             progress["skipped"] = str(optimizer.steps_skipped)
         bar.set_postfix(progress, refresh=False)
     if half:
-        run.scales.append(optimizer.loss_scale)
+        run.final_scale = optimizer.loss_scale
     return run, optimizer
 
 
@@ -134,79 +120,19 @@ def unigram_entropy(text: Tensor) -> float:
     return torch.special.entr(share).sum().item()
 
 
-def tensor_bytes(tensors) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Returns the bytes of the optimizer's state, fp32 masters included."""
-    state = [
-        value
-        for entry in optimizer.state.values()
-        for value in entry.values()
-        if isinstance(value, Tensor)
-    ]
-    masters = getattr(optimizer, "fp32_from_fp16_groups", [])
-    return tensor_bytes(state) + tensor_bytes(m for group in masters for m in group)
-
-
-def activation_bytes(model: CharGPT, text: Tensor) -> int:
-    """Returns the bytes that one forward pass over a batch keeps for the backward
-    pass, parameters aside."""
-    kept = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    batch = text[: BATCH * (CONTEXT + 1)].view(BATCH, CONTEXT + 1)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model.loss(batch)
-    for parameter in model.parameters():
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
-    del loss  # The graph keeps every storage alive, so that no address comes twice.
-    return sum(kept.values())
-
-
-def power_of_two(scale: float) -> str:
-    return f"2^{math.log2(scale):.0f}"
-
-
-def print_table(fp32: Run, fp16: Run, unigram: float) -> None:
-    rows = [("", "fp32", "fp16")]
-    rows += [
-        (label, show(fp32), show(fp16))
-        for label, show in (
-            ("validation loss, nats a character", lambda r: f"{r.validation_loss:.4f}"),
-            ("  unigram entropy, for comparison", lambda r: f"{unigram:.4f}"),
-            ("parameters, bytes", lambda r: f"{r.parameter_bytes:,}"),
-            ("optimizer state with masters, bytes", lambda r: f"{r.optimizer_bytes:,}"),
-            ("activations kept, bytes", lambda r: f"{r.activation_bytes:,}"),
-            ("skipped steps", lambda r: str(len(r.skipped)) if r.scales else "-"),
-            (
-                "final loss scale",
-                lambda r: power_of_two(r.scales[-1]) if r.scales else "-",
-            ),
-            ("time per step, ms", lambda r: f"{1e3 * median(r.step_times):.1f}"),
-            (
-                "  of it in the optimizer, ms",
-                lambda r: f"{1e3 * median(r.optimizer_times):.1f}",
-            ),
-        )
-    ]
-    print()
-    for label, left, right in rows:
-        print(f"{label:<36}{left:>14}{right:>14}")
-    print()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--out", type=Path, default=Path("train_char_gpt.png"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--steps", type=int, default=1000, help="of each run")
+    parser.add_argument(
+        "--out", type=Path, default=Path("train_char_gpt.png"), help="the picture"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=torch.get_num_threads(),
+        help="that torch computes on",
+    )
     parser.add_argument(
         "--allowed-gap",
         type=float,
@@ -214,6 +140,12 @@ def main() -> None:
         help="how far the two validation losses may be apart, as a fraction",
     )
     options = parser.parse_args()
+    for name in ("steps", "threads"):
+        if getattr(options, name) < 1:
+            parser.error(
+                f"--{name}: must be at least 1, but got {getattr(options, name)}"
+            )
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     # The progress bar shows every change of the loss scale.
     logging.getLogger("fp16core").setLevel(logging.ERROR)
@@ -244,7 +176,9 @@ def main() -> None:
         run.validation_loss = validate(model, validation_text)
         run.parameter_bytes = tensor_bytes(model.parameters())
         run.optimizer_bytes = optimizer_bytes(optimizer)
-        run.activation_bytes = activation_bytes(model, text)
+        run.activation_bytes = activation_bytes(
+            model, text[: BATCH * (CONTEXT + 1)].view(BATCH, CONTEXT + 1)
+        )
         runs.append(run)
 
     fp32, fp16 = runs

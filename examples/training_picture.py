@@ -1,5 +1,6 @@
 """Draws the loss of two training runs and the loss scale of the fp16 one."""
 
+import math
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -63,6 +64,8 @@ def draw(path: Path, fp32, fp16, unigram: float) -> None:
         label=f"{len(fp16.skipped)} skipped steps",
     )
     scale.set_yscale("log", base=2)
+    low, high = (math.log2(bound(fp16.scales)) for bound in (min, max))
+    scale.set_yticks([2.0**exponent for exponent in range(int(high), int(low) - 1, -4)])
     scale.set_ylabel("loss scale of fp16")
     scale.set_xlabel("step")
     scale.legend(frameon=False, loc="upper right")

@@ -21,10 +21,8 @@ void bind_build(nb::module_& m);
 
 /// Returns the scaler behind a Python object: itself where it is one of ours
 /// with nothing overridden, or else an adapter that calls the object's
-/// `loss_scale` and `update_scale`. Throws TypeError without those two.
+/// `loss_scale` and `update_scale`. Throws TypeError without those two. The
+/// result does not keep the object alive.
 std::shared_ptr<LossScaler> scaler_from_python(nb::handle scaler);
-
-/// Returns the Python object that was given to `scaler_from_python`.
-nb::object scaler_to_python(const std::shared_ptr<LossScaler>& scaler);
 
 } // namespace fp16core::bindings

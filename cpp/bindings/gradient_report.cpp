@@ -9,7 +9,9 @@ namespace fp16core::bindings {
 
 void bind_gradient_report(nb::module_& m) {
   nb::class_<TensorReport>(
-      m, "TensorReport", "The findings for one parameter's gradient.")
+      m,
+      "TensorReport",
+      "The findings for one parameter's gradient.")
       .def_ro("group", &TensorReport::group, "Number of the param group.")
       .def_ro("index", &TensorReport::index, "Position within the group.")
       .def_ro("parameter", &TensorReport::parameter, "The model's parameter.")
@@ -17,6 +19,10 @@ void bind_gradient_report(nb::module_& m) {
       .def_ro("nan_count", &TensorReport::nan_count, "NaN elements.")
       .def_ro("norm", &TensorReport::norm, "2-norm, unscaled.")
       .def_ro("largest", &TensorReport::largest, "Largest magnitude, unscaled.")
+      .def_ro(
+          "saturated",
+          &TensorReport::saturated,
+          "Whether the last write of the model stored a finite master as inf.")
       .def("__repr__", &GradientReport::describe);
   nb::class_<GradientReport>(
       m,

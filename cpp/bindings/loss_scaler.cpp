@@ -2,9 +2,9 @@
 
 #include "bindings.h"
 
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include <type_traits>
 #include <utility>
 
 namespace fp16core::bindings {
@@ -17,12 +17,7 @@ using State = DynamicLossScaleState;
 // Drives any Python object that has `loss_scale` and `update_scale`.
 class PythonLossScaler final : public LossScaler {
  public:
-  explicit PythonLossScaler(nb::object object) : object_(std::move(object)) {}
-
-  ~PythonLossScaler() override {
-    const nb::gil_scoped_acquire gil;
-    object_.reset();
-  }
+  explicit PythonLossScaler(nb::handle object) : object_(object) {}
 
   double loss_scale() const override {
     const nb::gil_scoped_acquire gil;
@@ -42,21 +37,13 @@ class PythonLossScaler final : public LossScaler {
   }
 
   // Whatever it is, it may move the scale.
-  bool dynamic() const override {
-    return true;
-  }
+  bool dynamic() const override { return true; }
 
   // Its rule is unknown, so what it did at the last overflow has to tell.
-  bool at_floor() const override {
-    return stuck_;
-  }
-
-  const nb::object& object() const {
-    return object_;
-  }
+  bool at_floor() const override { return stuck_; }
 
  private:
-  nb::object object_;
+  nb::handle object_;
   bool stuck_ = false;
 };
 
@@ -71,12 +58,13 @@ auto state_getter() {
 
 template <auto Member>
 auto state_setter() {
-  return [](DynamicLossScaler& self,
-            std::remove_cvref_t<decltype(std::declval<State>().*Member)> value) {
-    auto state = self.state();
-    state.*Member = value;
-    self.set_state(state);
-  };
+  return
+      [](DynamicLossScaler& self,
+         std::remove_cvref_t<decltype(std::declval<State>().*Member)> value) {
+        auto state = self.state();
+        state.*Member = value;
+        self.set_state(state);
+      };
 }
 
 template <auto Member>
@@ -100,7 +88,7 @@ auto option_setter() {
 std::shared_ptr<LossScaler> scaler_from_python(nb::handle scaler) {
   if (nb::isinstance<LossScaler>(scaler) && !overrides(scaler, "loss_scale") &&
       !overrides(scaler, "update_scale")) {
-    return nb::cast<std::shared_ptr<LossScaler>>(scaler);
+    return {nb::inst_ptr<LossScaler>(scaler), [](LossScaler*) {}};
   }
   if (!nb::hasattr(scaler, "loss_scale") ||
       !nb::hasattr(scaler, "update_scale")) {
@@ -110,20 +98,14 @@ std::shared_ptr<LossScaler> scaler_from_python(nb::handle scaler) {
         nb::repr(scaler).c_str();
     throw nb::type_error(text.c_str());
   }
-  return std::make_shared<PythonLossScaler>(nb::borrow(scaler));
-}
-
-nb::object scaler_to_python(const std::shared_ptr<LossScaler>& scaler) {
-  if (const auto* adapter =
-          dynamic_cast<const PythonLossScaler*>(scaler.get())) {
-    return adapter->object();
-  }
-  return nb::cast(scaler);
+  return std::make_shared<PythonLossScaler>(scaler);
 }
 
 void bind_loss_scaler(nb::module_& m) {
   nb::class_<LossScaler>(
-      m, "LossScaler", "A loss scale that stays where it is put.")
+      m,
+      "LossScaler",
+      "A loss scale that stays where it is put.")
       .def(nb::init<double>(), nb::arg("scale") = 1.0)
       .def_prop_ro(
           "loss_scale",

@@ -11,16 +11,17 @@ NB_MODULE(_core, m) {
   using namespace fp16core::bindings;
   m.doc() = "The C++ core of fp16core.";
   // torch's errors keep their Python class and lose their C++ backtrace.
-  nb::register_exception_translator(
-      [](const std::exception_ptr& error, void*) {
-        try {
-          std::rethrow_exception(error);
-        } catch (const c10::Error&) {
-          torch::translate_exception_to_python(error);
-        }
-      });
+  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const c10::Error&) {
+      torch::translate_exception_to_python(error);
+    }
+  });
   nb::exception<fp16core::LossScaleError>(
-      m, "LossScaleError", PyExc_RuntimeError)
+      m,
+      "LossScaleError",
+      PyExc_RuntimeError)
       .attr("__doc__") =
       "An overflow that lowering the loss scale cannot cure.";
   bind_loss_scaler(m);

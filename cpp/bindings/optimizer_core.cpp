@@ -18,6 +18,37 @@ using Positions = std::vector<std::vector<std::int64_t>>;
 using AdoptionTuple =
     std::tuple<std::int64_t, std::int64_t, at::Tensor, at::Tensor>;
 
+// Reads the parameters of a list of group dicts as addresses, without touching
+// a reference count. Returns false for anything but lists of tensors.
+bool read_addresses(
+    nb::handle param_groups,
+    std::vector<std::vector<const c10::TensorImpl*>>& groups) {
+  static PyObject* const params = PyUnicode_InternFromString("params");
+  if (!PyList_Check(param_groups.ptr())) {
+    return false;
+  }
+  const Py_ssize_t group_count = PyList_GET_SIZE(param_groups.ptr());
+  groups.resize(group_count);
+  for (Py_ssize_t g = 0; g < group_count; ++g) {
+    PyObject* group = PyList_GET_ITEM(param_groups.ptr(), g);
+    PyObject* list =
+        PyDict_Check(group) ? PyDict_GetItem(group, params) : nullptr;
+    if (list == nullptr || !PyList_Check(list)) {
+      return false;
+    }
+    const Py_ssize_t count = PyList_GET_SIZE(list);
+    groups[g].resize(count);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      PyObject* parameter = PyList_GET_ITEM(list, i);
+      if (!THPVariable_Check(parameter)) {
+        return false;
+      }
+      groups[g][i] = THPVariable_Unpack(parameter).unsafeGetTensorImpl();
+    }
+  }
+  return true;
+}
+
 // Reads the parameters of a list of group dicts.
 ParamGroups read_groups(nb::handle param_groups) {
   ParamGroups groups;
@@ -46,6 +77,51 @@ std::vector<AdoptionTuple> to_tuples(const std::vector<Adoption>& adoptions) {
   return tuples;
 }
 
+// The core and the Python object of its scaler, which the garbage collector
+// must see: a scaler's class leads to globals that may lead back to the
+// optimizer. Tensors are not traversed, since torch's own collection of them
+// does not stand being looked into.
+class BoundCore : public OptimizerCore {
+ public:
+  BoundCore(OptimizerCoreOptions options, nb::handle scaler)
+      : OptimizerCore(std::move(options), scaler_from_python(scaler)),
+        scaler_(nb::borrow(scaler)) {}
+
+  const nb::object& scaler() const { return scaler_; }
+
+  void set_scaler(nb::handle scaler) {
+    set_loss_scaler(scaler_from_python(scaler));
+    scaler_ = nb::borrow(scaler);
+  }
+
+  static int traverse(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (nb::inst_ready(self)) {
+      Py_VISIT(nb::inst_ptr<BoundCore>(self)->scaler_.ptr());
+    }
+    return 0;
+  }
+
+  static int clear(PyObject* self) {
+    if (nb::inst_ready(self)) {
+      auto* core = nb::inst_ptr<BoundCore>(self);
+      // Something to stand on for whoever still calls.
+      core->set_loss_scaler(std::make_shared<LossScaler>());
+      core->scaler_.reset();
+    }
+    return 0;
+  }
+
+ private:
+  nb::object scaler_;
+};
+
+PyType_Slot core_slots[] = {
+    {Py_tp_traverse, reinterpret_cast<void*>(&BoundCore::traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(&BoundCore::clear)},
+    {0, nullptr},
+};
+
 MasterWeights& weights(OptimizerCore& core) {
   return core.master_weights();
 }
@@ -54,16 +130,22 @@ MasterWeights& weights(OptimizerCore& core) {
 
 void bind_optimizer_core(nb::module_& m) {
   nb::enum_<OnMinScale>(
-      m, "OnMinScale", "What a skipped step at the scale's floor leads to.")
+      m,
+      "OnMinScale",
+      "What a skipped step at the scale's floor leads to.")
       .value("CONTINUE", OnMinScale::kContinue)
       .value("WARN", OnMinScale::kWarn)
       .value("RAISE", OnMinScale::kRaise);
   nb::enum_<ModelWrites>(
-      m, "ModelWrites", "How writes to the model by others are noticed.")
+      m,
+      "ModelWrites",
+      "How writes to the model by others are noticed.")
       .value("VERSION", ModelWrites::kVersion)
       .value("VALUES", ModelWrites::kValues);
   nb::enum_<Evaluation>(
-      m, "Evaluation", "What to do after an evaluation of a closure.")
+      m,
+      "Evaluation",
+      "What to do after an evaluation of a closure.")
       .value("ACCEPT", Evaluation::kAccept)
       .value("REPEAT", Evaluation::kRepeat)
       .value("SKIP", Evaluation::kSkip);
@@ -75,23 +157,24 @@ void bind_optimizer_core(nb::module_& m) {
       nb::arg("master"),
       "Returns a piece of optimizer state in the precision of the masters.");
 
-  nb::class_<OptimizerCore>(
+  nb::class_<OptimizerCore>(m, "_OptimizerCoreBase");
+  nb::class_<BoundCore, OptimizerCore>(
       m,
       "OptimizerCore",
-      nb::is_weak_referenceable(),
+      nb::type_slots(core_slots),
       "Loss scaling, overflow handling and master weights, as the phases of a "
       "step.")
       .def(
           "__init__",
-          [](OptimizerCore* self,
+          [](BoundCore* self,
              std::string owner,
              nb::handle loss_scaler,
              bool check_overflow,
              OnMinScale on_min_scale,
              ModelWrites model_writes) {
-            new (self) OptimizerCore(
+            new (self) BoundCore(
                 {std::move(owner), check_overflow, on_min_scale, model_writes},
-                scaler_from_python(loss_scaler));
+                loss_scaler);
           },
           nb::arg("owner"),
           nb::arg("loss_scaler"),
@@ -100,12 +183,9 @@ void bind_optimizer_core(nb::module_& m) {
           nb::arg("model_writes"))
       .def_prop_rw(
           "loss_scaler",
-          [](const OptimizerCore& self) {
-            return scaler_to_python(self.loss_scaler());
-          },
-          [](OptimizerCore& self, nb::handle scaler) {
-            self.set_loss_scaler(scaler_from_python(scaler));
-          })
+          &BoundCore::scaler,
+          &BoundCore::set_scaler,
+          nb::for_setter(nb::arg("scaler").none()))
       .def_prop_rw(
           "loss_scale",
           [](const OptimizerCore& self) {
@@ -131,6 +211,13 @@ void bind_optimizer_core(nb::module_& m) {
       .def(
           "ingest",
           [](OptimizerCore& self, nb::handle param_groups) {
+            // Kept for its memory: this runs several times an iteration.
+            thread_local std::vector<std::vector<const c10::TensorImpl*>>
+                addresses;
+            if (read_addresses(param_groups, addresses) &&
+                weights(self).is_current(addresses)) {
+              return std::vector<AdoptionTuple>();
+            }
             const auto groups = read_groups(param_groups);
             const nb::gil_scoped_release release;
             return to_tuples(weights(self).ingest(groups));
@@ -170,7 +257,10 @@ void bind_optimizer_core(nb::module_& m) {
 
       // Gradients.
       .def(
-          "scale_loss", &OptimizerCore::scale_loss, Released(), nb::arg("loss"))
+          "scale_loss",
+          &OptimizerCore::scale_loss,
+          Released(),
+          nb::arg("loss"))
       .def(
           "update_master_grads",
           &OptimizerCore::update_master_grads,
@@ -215,8 +305,7 @@ void bind_optimizer_core(nb::module_& m) {
       // The step.
       .def("begin_step", &OptimizerCore::begin_step, Released())
       .def("finish_step", &OptimizerCore::finish_step, Released())
-      .def(
-          "begin_closure_step", &OptimizerCore::begin_closure_step, Released())
+      .def("begin_closure_step", &OptimizerCore::begin_closure_step, Released())
       .def("begin_evaluation", &OptimizerCore::begin_evaluation, Released())
       .def("end_evaluation", &OptimizerCore::end_evaluation, Released())
       .def(
@@ -227,7 +316,9 @@ void bind_optimizer_core(nb::module_& m) {
 
       // State.
       .def_prop_rw(
-          "overflow", &OptimizerCore::overflow, &OptimizerCore::set_overflow)
+          "overflow",
+          &OptimizerCore::overflow,
+          &OptimizerCore::set_overflow)
       .def_prop_rw(
           "update_pending",
           &OptimizerCore::update_pending,
@@ -243,13 +334,7 @@ void bind_optimizer_core(nb::module_& m) {
           &OptimizerCore::set_step_counts,
           nb::arg("applied"),
           nb::arg("skipped"))
-      .def("take_messages", [](OptimizerCore& self) {
-        std::vector<std::tuple<bool, std::string>> messages;
-        for (auto& message : self.take_messages()) {
-          messages.emplace_back(message.warning, std::move(message.text));
-        }
-        return messages;
-      });
+      .def("take_messages", &OptimizerCore::take_messages);
 }
 
 } // namespace fp16core::bindings

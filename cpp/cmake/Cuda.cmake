@@ -129,8 +129,5 @@ if(FP16CORE_COMPILE_CUDA)
   else()
     set(FP16CORE_CUDART CUDA::cudart)
   endif()
-  message(
-    STATUS
-    "CUDA ${CUDAToolkit_VERSION} is on, for ${CMAKE_CUDA_ARCHITECTURES}"
-  )
+  message(STATUS "CUDA ${CUDAToolkit_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")
 endif()

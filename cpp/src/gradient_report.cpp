@@ -22,7 +22,9 @@ const TensorReport* GradientReport::first_offender() const {
 std::string GradientReport::describe(const TensorReport& tensor) {
   std::ostringstream text;
   text << detail::describe_parameter(
-              tensor.group, tensor.index, tensor.parameter)
+              tensor.group,
+              tensor.index,
+              tensor.parameter)
        << ", with " << tensor.inf_count << " inf and " << tensor.nan_count
        << " NaN";
   return text.str();
@@ -34,8 +36,10 @@ bool has_nonfinite(const std::vector<at::Tensor>& tensors) {
     if (!tensor.defined()) {
       continue;
     }
-    const at::Tensor values =
-        (tensor.is_sparse() ? tensor._values() : tensor).contiguous();
+    at::Tensor values = tensor.is_sparse() ? tensor._values() : tensor;
+    if (!values.is_non_overlapping_and_dense()) {
+      values = values.contiguous();
+    }
     const auto type = values.scalar_type();
     TORCH_CHECK_TYPE(
         type == at::kHalf || type == at::kBFloat16 || type == at::kFloat ||

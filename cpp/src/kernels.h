@@ -23,9 +23,7 @@ struct Factor {
   double f64 = 1.0;
   float f32 = 1.0F;
 
-  static Factor of(double value) {
-    return {value, static_cast<float>(value)};
-  }
+  static Factor of(double value) { return {value, static_cast<float>(value)}; }
 };
 
 /// A gradient to check, measure, and (with a destination) unscale and cast.
@@ -90,10 +88,15 @@ class ListKernels {
   /// Synchronizes where the device is not the host.
   virtual const std::vector<GradientStats>& gradient_stats() = 0;
 
+  /// Returns the sum of |x|^power over all sources as they are, in double; at
+  /// power 0 the number of elements that are not zero. Synchronizes where the
+  /// device is not the host.
+  virtual double sum_of_powers(
+      c10::ArrayRef<GradientItem> items,
+      double power) = 0;
+
   /// Multiplies in place.
-  virtual void scale_(
-      c10::ArrayRef<ScaleItem> items,
-      const Factor* factor) = 0;
+  virtual void scale_(c10::ArrayRef<ScaleItem> items, const Factor* factor) = 0;
 
   virtual void zero_(c10::ArrayRef<ZeroItem> items) = 0;
 

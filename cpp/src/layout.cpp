@@ -65,9 +65,4 @@ void Staging::write_back() {
   }
 }
 
-void Staging::clear() {
-  held_.clear();
-  to_write_.clear();
-}
-
 } // namespace fp16core::detail

@@ -4,7 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <deque>
+#include <list>
 #include <utility>
 #include <vector>
 
@@ -19,8 +19,9 @@ bool same_dense_layout(const at::Tensor& a, const at::Tensor& b);
 /// strides of `like`.
 at::Tensor empty_dense_like(const at::Tensor& like, c10::ScalarType type);
 
-/// Dense stand-ins for tensors whose layout a kernel cannot walk. They live
-/// until `clear`, which must come after the kernel has run.
+/// Dense stand-ins for tensors whose layout a kernel cannot walk. They live as
+/// long as this object, which must outlive the kernel. Costs nothing until the
+/// first of them is needed.
 class Staging {
  public:
   /// Returns `tensor`, or a copy of it that lies as `like` does.
@@ -34,11 +35,10 @@ class Staging {
       bool read);
 
   void write_back();
-  void clear();
 
  private:
-  // A deque, since references to its elements are handed out.
-  std::deque<at::Tensor> held_;
+  // A list, since references to its elements are handed out.
+  std::list<at::Tensor> held_;
   std::vector<std::pair<at::Tensor, at::Tensor>> to_write_;
 };
 

@@ -9,22 +9,23 @@ namespace fp16core {
 
 namespace {
 
-void check(bool condition, const char* rule, double value) {
+void check(bool condition, const std::string& rule, double value) {
   if (!condition) {
-    throw std::invalid_argument(
-        std::string(rule) + ", but got " + detail::number(value));
+    throw std::invalid_argument(rule + ", but got " + detail::number(value));
   }
 }
 
-bool is_scale(double value) {
-  return std::isfinite(value) && value > 0.0;
+void check_scale(const std::string& name, double value) {
+  check(
+      std::isfinite(value) && value > 0.0,
+      name + " must be finite and greater than 0",
+      value);
+  // Gradients are multiplied by the reciprocal, which float32 must hold.
+  check(value >= 0x1p-126, name + " must be at least 2^-126", value);
 }
 
 void check(const DynamicLossScalerOptions& options) {
-  check(
-      is_scale(options.init_scale),
-      "DynamicLossScaler: init_scale must be finite and greater than 0",
-      options.init_scale);
+  check_scale("DynamicLossScaler: init_scale", options.init_scale);
   check(
       std::isfinite(options.scale_factor) && options.scale_factor > 1.0,
       "DynamicLossScaler: scale_factor must be finite and greater than 1",
@@ -33,10 +34,7 @@ void check(const DynamicLossScalerOptions& options) {
       std::isfinite(options.scale_window) && options.scale_window >= 1.0,
       "DynamicLossScaler: scale_window must be finite and at least 1",
       options.scale_window);
-  check(
-      is_scale(options.min_scale),
-      "DynamicLossScaler: min_scale must be finite and greater than 0",
-      options.min_scale);
+  check_scale("DynamicLossScaler: min_scale", options.min_scale);
   check(
       options.delayed_shift >= 1,
       "DynamicLossScaler: delayed_shift must be at least 1",
@@ -48,19 +46,13 @@ void check(const DynamicLossScalerOptions& options) {
 LossScaleError::~LossScaleError() = default;
 
 LossScaler::LossScaler(double scale) : cur_scale_(scale) {
-  check(
-      is_scale(scale),
-      "LossScaler: scale must be finite and greater than 0",
-      scale);
+  check_scale("LossScaler: scale", scale);
 }
 
 LossScaler::~LossScaler() = default;
 
 void LossScaler::set_loss_scale(double scale) {
-  check(
-      is_scale(scale),
-      "LossScaler.loss_scale: must be finite and greater than 0",
-      scale);
+  check_scale("LossScaler.loss_scale:", scale);
   cur_scale_ = scale;
 }
 
@@ -75,10 +67,7 @@ DynamicLossScaler::DynamicLossScaler(const DynamicLossScalerOptions& options)
 DynamicLossScaler::~DynamicLossScaler() = default;
 
 void DynamicLossScaler::set_loss_scale(double scale) {
-  check(
-      is_scale(scale),
-      "DynamicLossScaler.loss_scale: must be finite and greater than 0",
-      scale);
+  check_scale("DynamicLossScaler.loss_scale:", scale);
   state_.cur_scale = scale;
 }
 
@@ -100,10 +89,7 @@ void DynamicLossScaler::set_options(const DynamicLossScalerOptions& options) {
 }
 
 void DynamicLossScaler::set_state(const DynamicLossScaleState& state) {
-  check(
-      is_scale(state.cur_scale),
-      "DynamicLossScaler.cur_scale: must be finite and greater than 0",
-      state.cur_scale);
+  check_scale("DynamicLossScaler.cur_scale:", state.cur_scale);
   check(
       state.cur_hysteresis >= 1,
       "DynamicLossScaler.cur_hysteresis: must be at least 1",

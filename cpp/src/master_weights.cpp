@@ -1,15 +1,9 @@
-#include <fp16core/master_weights.h>
-
-#include "kernels.h"
-#include "layout.h"
-#include "parameter_text.h"
-#include "seen_tensor.h"
+#include "weight_pairs.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <cmath>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -19,38 +13,9 @@ namespace {
 
 using detail::bump_version;
 using detail::describe_parameter;
-using detail::Factor;
 using detail::gradient_of;
-using detail::SeenTensor;
-using detail::version_of;
-
-bool is_half(c10::ScalarType type) {
-  return type == at::kHalf || type == at::kBFloat16;
-}
-
-bool is_supported(c10::ScalarType type) {
-  return is_half(type) || type == at::kFloat || type == at::kDouble;
-}
-
-// What the list kernels multiply values of this type by.
-double applied(const Factor& factor, c10::ScalarType type) {
-  return type == at::kDouble ? factor.f64 : static_cast<double>(factor.f32);
-}
-
-// The dense tensor that holds the values of a gradient.
-at::Tensor values_of(const at::Tensor& gradient) {
-  return gradient.is_sparse() ? gradient._values() : gradient;
-}
-
-} // namespace
-
-at::Tensor widen_state(const at::Tensor& state, const at::Tensor& master) {
-  return is_half(state.scalar_type())
-      ? state.detach().to(master.device(), at::kFloat)
-      : state;
-}
-
-namespace {
+using detail::is_half;
+using detail::is_supported;
 
 at::Tensor make_master(const at::Tensor& model) {
   // One conversion without an intermediate: nothing but the master is
@@ -64,141 +29,11 @@ at::Tensor make_master(const at::Tensor& model) {
 
 } // namespace
 
-struct MasterWeights::Pair {
-  at::Tensor model;
-  // Undefined for native and frozen parameters.
-  at::Tensor master;
-
-  // The weights of the model as the core saw or wrote them last.
-  const void* model_data = nullptr;
-  std::uint32_t model_version = 0;
-  c10::ScalarType model_type = c10::ScalarType::Undefined;
-  c10::Device model_device = c10::kCPU;
-
-  // The model's gradient as the last update left it.
-  SeenTensor taken_gradient;
-  // The gradient that the inner optimizer sees, as it was measured.
-  SeenTensor measured_gradient;
-  // What the values in a native gradient have been multiplied by since the
-  // last backward pass.
-  double native_factor = 1.0;
-
-  bool saturation_reported = false;
-
-  // The tensor that the inner optimizer holds.
-  const at::Tensor& visible() const {
-    return master.defined() ? master : model;
-  }
-
-  bool native() const {
-    return !master.defined() &&
-        (model.scalar_type() == at::kFloat || model.scalar_type() == at::kDouble);
-  }
-
-  // A half parameter without a master that has a gradient all the same: it was
-  // frozen, or not half, when it was ingested.
-  bool late_half() const {
-    return !master.defined() && is_half(model.scalar_type()) &&
-        gradient_of(model).defined();
-  }
-
-  bool model_written_by_others() const {
-    return model.const_data_ptr() != model_data ||
-        version_of(model) != model_version ||
-        model.scalar_type() != model_type || model.device() != model_device;
-  }
-
-  void see_model() {
-    model_data = model.const_data_ptr();
-    model_version = version_of(model);
-    model_type = model.scalar_type();
-    model_device = model.device();
-  }
-};
-
-struct MasterWeights::Impl {
-  // The lists of one device, kept between calls for their memory.
-  struct DeviceLists {
-    explicit DeviceLists(c10::Device where)
-        : device(where), kernels(detail::make_kernels(where)) {}
-
-    c10::Device device;
-    std::unique_ptr<detail::ListKernels> kernels;
-    std::vector<detail::GradientItem> gradients;
-    // The position of the parameter of each gradient.
-    std::vector<std::pair<std::int64_t, std::int64_t>> gradient_positions;
-    std::vector<detail::ScaleItem> scales;
-    std::vector<detail::ZeroItem> zeros;
-    std::vector<detail::MasterItem> masters;
-    std::vector<std::pair<std::int64_t, std::int64_t>> master_positions;
-  };
-
-  std::string owner;
-  ModelWrites model_writes;
-  std::vector<std::vector<Pair>> groups;
-  std::vector<DeviceLists> devices;
-  detail::Staging staging;
-  // The measurements of the last update still hold for the gradients, apart
-  // from changes by others.
-  bool measured = false;
-  bool natives_scaled = false;
-  std::vector<TensorReport> new_saturations;
-  std::vector<std::vector<at::Tensor>> snapshot;
-
-  DeviceLists& lists(c10::Device device) {
-    for (auto& lists : devices) {
-      if (lists.device == device) {
-        return lists;
-      }
-    }
-    return devices.emplace_back(device);
-  }
-
-  template <typename Body>
-  void for_each(const Body& body) {
-    for (std::size_t g = 0; g < groups.size(); ++g) {
-      for (std::size_t i = 0; i < groups[g].size(); ++i) {
-        body(groups[g][i], static_cast<std::int64_t>(g),
-             static_cast<std::int64_t>(i));
-      }
-    }
-  }
-
-  template <typename Choose>
-  ParamGroups collect(const Choose& choose) const {
-    ParamGroups result(groups.size());
-    for (std::size_t g = 0; g < groups.size(); ++g) {
-      for (const auto& pair : groups[g]) {
-        choose(pair, result[g]);
-      }
-    }
-    return result;
-  }
-
-  void check_one(
-      const at::Tensor& parameter,
-      std::int64_t group,
-      std::int64_t index) const;
-  Adoption adopt(Pair& pair, std::int64_t group, std::int64_t index);
-  at::Tensor& master_gradient(Pair& pair);
-  void check_gradient(
-      const Pair& pair,
-      const at::Tensor& gradient,
-      std::int64_t group,
-      std::int64_t index) const;
-  at::Tensor widen_sparse(const Pair& pair, const at::Tensor& gradient) const;
-  void add_scale(const at::Tensor& gradient, double factor);
-  void run_scales(double factor);
-  void scale_natives_back(const Factor* keep);
-  void measure();
-  template <typename Add>
-  void fill_masters(const Add& add);
-  detail::MasterItem master_item(
-      const Pair& pair,
-      const at::Tensor& model) const;
-  void check_shape(const Pair& pair, std::int64_t group, std::int64_t index)
-      const;
-};
+at::Tensor widen_state(const at::Tensor& state, const at::Tensor& master) {
+  return is_half(state.scalar_type())
+      ? state.detach().to(master.device(), at::kFloat)
+      : state;
+}
 
 MasterWeights::MasterWeights(std::string owner, ModelWrites model_writes)
     : impl_(std::make_unique<Impl>()) {
@@ -271,11 +106,12 @@ Adoption MasterWeights::Impl::adopt(
 
 std::vector<Adoption> MasterWeights::ingest(const ParamGroups& groups) {
   auto& known = impl_->groups;
-  impl_->for_each([&](const Pair& pair, std::int64_t group, std::int64_t index) {
-    if (pair.late_half()) {
-      impl_->check_one(pair.model, group, index);
-    }
-  });
+  impl_->for_each(
+      [&](const Pair& pair, std::int64_t group, std::int64_t index) {
+        if (pair.late_half()) {
+          impl_->check_one(pair.model, group, index);
+        }
+      });
   bool changed = groups.size() != known.size();
   for (std::size_t g = 0; !changed && g < groups.size(); ++g) {
     changed = groups[g].size() != known[g].size();
@@ -329,6 +165,26 @@ std::vector<Adoption> MasterWeights::ingest(const ParamGroups& groups) {
   return adoptions;
 }
 
+bool MasterWeights::is_current(
+    const std::vector<std::vector<const c10::TensorImpl*>>& groups) const {
+  return std::equal(
+      groups.begin(),
+      groups.end(),
+      impl_->groups.begin(),
+      impl_->groups.end(),
+      [](const auto& addresses, const auto& pairs) {
+        return std::equal(
+            addresses.begin(),
+            addresses.end(),
+            pairs.begin(),
+            pairs.end(),
+            [](const c10::TensorImpl* address, const Pair& pair) {
+              return address == pair.visible().unsafeGetTensorImpl() &&
+                  !pair.late_half();
+            });
+      });
+}
+
 ParamGroups MasterWeights::model_params() const {
   return impl_->collect([](const Pair& pair, std::vector<at::Tensor>& group) {
     if (pair.master.defined()) {
@@ -353,14 +209,14 @@ ParamGroups MasterWeights::native_params() const {
   });
 }
 
-std::vector<std::vector<std::int64_t>> MasterWeights::master_positions()
-    const {
+std::vector<std::vector<std::int64_t>> MasterWeights::master_positions() const {
   std::vector<std::vector<std::int64_t>> positions(impl_->groups.size());
-  impl_->for_each([&](const Pair& pair, std::int64_t group, std::int64_t index) {
-    if (pair.master.defined()) {
-      positions[group].push_back(index);
-    }
-  });
+  impl_->for_each(
+      [&](const Pair& pair, std::int64_t group, std::int64_t index) {
+        if (pair.master.defined()) {
+          positions[group].push_back(index);
+        }
+      });
   return positions;
 }
 
@@ -399,441 +255,6 @@ std::vector<Adoption> MasterWeights::adopt_at(
     }
   }
   return adoptions;
-}
-
-// ---- gradients ----
-
-at::Tensor& MasterWeights::Impl::master_gradient(Pair& pair) {
-  auto& gradient = pair.master.mutable_grad();
-  if (!gradient.defined() || gradient.is_sparse() ||
-      gradient.scalar_type() != at::kFloat ||
-      gradient.device() != pair.master.device() ||
-      !detail::same_dense_layout(gradient, pair.master)) {
-    gradient = detail::empty_dense_like(pair.master, at::kFloat);
-  }
-  return gradient;
-}
-
-void MasterWeights::Impl::check_gradient(
-    const Pair& pair,
-    const at::Tensor& gradient,
-    std::int64_t group,
-    std::int64_t index) const {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      gradient.layout() == at::kStrided || gradient.is_sparse(),
-      owner,
-      ".update_master_grads: gradients must be strided or sparse COO, but got ",
-      gradient.layout(),
-      " for ",
-      describe_parameter(group, index, pair.model));
-  TORCH_CHECK_TYPE(
-      is_supported(gradient.scalar_type()) &&
-          (pair.master.defined() ||
-           gradient.scalar_type() == pair.model.scalar_type()),
-      owner,
-      ".update_master_grads: gradients must be floating point, and of the "
-      "parameter's dtype where it has no master, but got ",
-      detail::dtype_name(gradient.scalar_type()),
-      " for ",
-      describe_parameter(group, index, pair.model));
-  check_shape(pair, group, index);
-}
-
-void MasterWeights::Impl::check_shape(
-    const Pair& pair,
-    std::int64_t group,
-    std::int64_t index) const {
-  TORCH_CHECK(
-      !pair.master.defined() || pair.model.sizes() == pair.master.sizes(),
-      owner,
-      ": a parameter must keep its shape ",
-      pair.master.sizes(),
-      ", but got ",
-      describe_parameter(group, index, pair.model));
-}
-
-// Duplicate rows are summed in fp32, where half sums could overflow.
-at::Tensor MasterWeights::Impl::widen_sparse(
-    const Pair& pair,
-    const at::Tensor& gradient) const {
-  return at::_sparse_coo_tensor_unsafe(
-             gradient._indices(),
-             gradient._values().to(
-                 pair.master.device(), at::kFloat, /*non_blocking=*/false,
-                 /*copy=*/true),
-             gradient.sizes())
-      .coalesce();
-}
-
-void MasterWeights::Impl::add_scale(const at::Tensor& gradient, double factor) {
-  const at::Tensor values = values_of(gradient);
-  if (values.is_non_overlapping_and_dense()) {
-    lists(values.device())
-        .scales.push_back(
-            {values.data_ptr(), values.numel(), values.scalar_type()});
-  } else {
-    const at::NoGradGuard no_grad;
-    values.mul_(factor);
-  }
-  bump_version(gradient);
-}
-
-void MasterWeights::Impl::run_scales(double value) {
-  const auto factor = Factor::of(value);
-  for (auto& lists : devices) {
-    lists.kernels->scale_(lists.scales, &factor);
-    lists.scales.clear();
-  }
-}
-
-// Divides out of native gradients what was multiplied into them, except where
-// that is just what `keep` would multiply in again. Factors rarely differ from
-// one parameter to the next, and each pass takes all that have the same.
-void MasterWeights::Impl::scale_natives_back(const Factor* keep) {
-  double factor = 1.0;
-  do {
-    factor = 1.0;
-    for_each([&](Pair& pair, std::int64_t, std::int64_t) {
-      const auto& gradient = gradient_of(pair.model);
-      if (!gradient.defined() || !pair.taken_gradient.same(gradient)) {
-        pair.native_factor = 1.0;
-      }
-      if (pair.native_factor == 1.0 ||
-          (keep != nullptr &&
-           pair.native_factor == applied(*keep, pair.model.scalar_type()))) {
-        return;
-      }
-      if (factor == 1.0) {
-        factor = pair.native_factor;
-      }
-      if (pair.native_factor == factor) {
-        add_scale(gradient, 1.0 / factor);
-        pair.native_factor = 1.0;
-      }
-    });
-    run_scales(1.0 / factor);
-  } while (factor != 1.0);
-}
-
-void MasterWeights::take_gradients(double scale) {
-  const at::NoGradGuard no_grad;
-  auto& impl = *impl_;
-  const auto factor = Factor::of(1.0 / scale);
-  impl.for_each([&](Pair& pair, std::int64_t group, std::int64_t index) {
-    const auto& gradient = gradient_of(pair.model);
-    if (gradient.defined()) {
-      impl.check_gradient(pair, gradient, group, index);
-    } else {
-      impl.check_shape(pair, group, index);
-    }
-  });
-  impl.measured = false;
-  if (impl.natives_scaled) {
-    impl.scale_natives_back(&factor);
-  }
-  for (auto& lists : impl.devices) {
-    lists.gradients.clear();
-    lists.gradient_positions.clear();
-  }
-  impl.for_each([&](Pair& pair, std::int64_t group, std::int64_t index) {
-    const auto& gradient = gradient_of(pair.model);
-    if (!gradient.defined()) {
-      pair.taken_gradient.forget();
-      if (pair.master.defined()) {
-        pair.master.mutable_grad().reset();
-      }
-      return;
-    }
-    detail::GradientItem item{};
-    item.source_type = gradient.scalar_type();
-    item.unscale = true;
-    c10::Device device = pair.visible().device();
-    if (pair.master.defined() && gradient.is_sparse()) {
-      auto& target = pair.master.mutable_grad();
-      target = impl.widen_sparse(pair, gradient);
-      const auto values = target._values();
-      item.source_type = at::kFloat;
-      item.source = item.destination = values.data_ptr();
-      item.numel = values.numel();
-    } else if (pair.master.defined()) {
-      const auto& target = impl.master_gradient(pair);
-      item.source =
-          impl.staging.readable(gradient, pair.master).const_data_ptr();
-      item.destination = target.data_ptr();
-      item.numel = target.numel();
-      bump_version(target);
-    } else if (pair.native()) {
-      if (gradient.is_sparse() && !gradient.is_coalesced()) {
-        pair.model.mutable_grad() = gradient.coalesce();
-      }
-      const auto values = values_of(gradient_of(pair.model));
-      const double wanted = applied(factor, pair.model.scalar_type());
-      item.unscale = pair.native_factor != wanted;
-      const bool write = item.unscale && wanted != 1.0;
-      const auto& dense = values.is_non_overlapping_and_dense()
-          ? values
-          : impl.staging.writable(values, values.contiguous(), true);
-      item.source = dense.const_data_ptr();
-      item.destination = write ? dense.data_ptr() : nullptr;
-      item.numel = dense.numel();
-      if (write) {
-        bump_version(gradient_of(pair.model));
-      }
-      pair.native_factor = wanted;
-      impl.natives_scaled |= wanted != 1.0;
-    } else {
-      return; // frozen, of a kind that is none of our business
-    }
-    item.destination_type =
-        item.source_type == at::kDouble && !pair.master.defined() ? at::kDouble
-                                                                  : at::kFloat;
-    auto& lists = impl.lists(device);
-    lists.gradients.push_back(item);
-    lists.gradient_positions.emplace_back(group, index);
-  });
-  for (auto& lists : impl.devices) {
-    lists.kernels->take_gradients(lists.gradients, &factor);
-  }
-  impl.staging.write_back();
-  impl.staging.clear();
-  for (auto& lists : impl.devices) {
-    for (const auto& [group, index] : lists.gradient_positions) {
-      auto& pair = impl.groups[group][index];
-      pair.taken_gradient.record(gradient_of(pair.model));
-      pair.measured_gradient.record(gradient_of(pair.visible()));
-    }
-  }
-  impl.measured = true;
-}
-
-bool MasterWeights::overflow() const {
-  return std::any_of(
-      impl_->devices.begin(), impl_->devices.end(), [](const auto& lists) {
-        const auto& stats = lists.kernels->gradient_stats();
-        return std::any_of(stats.begin(), stats.end(), [](const auto& found) {
-          return found.inf_count + found.nan_count > 0;
-        });
-      });
-}
-
-GradientReport MasterWeights::report() const {
-  GradientReport report;
-  double sum_of_squares = 0.0;
-  for (const auto& lists : impl_->devices) {
-    const auto& stats = lists.kernels->gradient_stats();
-    for (std::size_t i = 0; i < lists.gradient_positions.size(); ++i) {
-      const auto& [group, index] = lists.gradient_positions[i];
-      const auto& found = stats[i];
-      report.tensors.push_back(
-          {group,
-           index,
-           impl_->groups[group][index].model,
-           found.inf_count,
-           found.nan_count,
-           std::sqrt(found.sum_of_squares),
-           found.largest});
-      report.overflow |= found.inf_count + found.nan_count > 0;
-      sum_of_squares += found.sum_of_squares;
-      if (std::isnan(found.largest) || found.largest > report.largest) {
-        report.largest = found.largest;
-      }
-    }
-  }
-  report.norm = std::sqrt(sum_of_squares);
-  // By position where several devices took part.
-  std::stable_sort(
-      report.tensors.begin(),
-      report.tensors.end(),
-      [](const TensorReport& a, const TensorReport& b) {
-        return std::pair(a.group, a.index) < std::pair(b.group, b.index);
-      });
-  return report;
-}
-
-void MasterWeights::restore_scaled_gradients(double ratio) {
-  auto& impl = *impl_;
-  if (impl.natives_scaled) {
-    impl.scale_natives_back(nullptr);
-    impl.natives_scaled = false;
-  }
-  if (ratio != 1.0) {
-    impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
-      const auto& gradient = gradient_of(pair.model);
-      if (gradient.defined() && (pair.master.defined() || pair.native())) {
-        impl.add_scale(gradient, ratio);
-      }
-    });
-    impl.run_scales(ratio);
-  }
-}
-
-// Measures the gradients that the inner optimizer sees, as they are.
-void MasterWeights::Impl::measure() {
-  const at::NoGradGuard no_grad;
-  for (auto& lists : devices) {
-    lists.gradients.clear();
-    lists.gradient_positions.clear();
-  }
-  for_each([&](Pair& pair, std::int64_t group, std::int64_t index) {
-    const auto& gradient = gradient_of(pair.visible());
-    if (!gradient.defined() || !is_supported(gradient.scalar_type())) {
-      return;
-    }
-    const auto values = values_of(gradient);
-    const auto& dense = values.is_non_overlapping_and_dense()
-        ? values
-        : staging.readable(values, values.contiguous());
-    auto& device_lists = lists(values.device());
-    device_lists.gradients.push_back(
-        {dense.const_data_ptr(),
-         nullptr,
-         dense.numel(),
-         dense.scalar_type(),
-         dense.scalar_type() == at::kDouble ? at::kDouble : at::kFloat,
-         false});
-    device_lists.gradient_positions.emplace_back(group, index);
-    pair.measured_gradient.record(gradient);
-  });
-  const Factor one;
-  for (auto& lists : devices) {
-    lists.kernels->take_gradients(lists.gradients, &one);
-  }
-  staging.clear();
-  measured = true;
-}
-
-double MasterWeights::gradient_norm(double norm_type) {
-  auto& impl = *impl_;
-  if (norm_type != 2.0 && norm_type != HUGE_VAL) {
-    const at::NoGradGuard no_grad;
-    std::vector<at::Tensor> norms;
-    impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
-      const auto& gradient = gradient_of(pair.visible());
-      if (gradient.defined()) {
-        norms.push_back(at::linalg_vector_norm(
-            values_of(gradient), norm_type, {}, false, at::kDouble));
-      }
-    });
-    return norms.empty() ? 0.0
-                         : at::linalg_vector_norm(at::stack(norms), norm_type)
-                               .item<double>();
-  }
-  bool stale = !impl.measured;
-  std::int64_t count = 0;
-  impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
-    const auto& gradient = gradient_of(pair.visible());
-    if (gradient.defined()) {
-      ++count;
-      stale |= !pair.measured_gradient.unchanged(gradient);
-    }
-  });
-  std::int64_t measured_count = 0;
-  for (const auto& lists : impl.devices) {
-    measured_count += static_cast<std::int64_t>(lists.gradients.size());
-  }
-  if (stale || count != measured_count) {
-    impl.measure();
-  }
-  double sum_of_squares = 0.0;
-  double largest = 0.0;
-  for (auto& lists : impl.devices) {
-    for (const auto& found : lists.kernels->gradient_stats()) {
-      sum_of_squares += found.sum_of_squares;
-      if (std::isnan(found.largest) || found.largest > largest) {
-        largest = found.largest;
-      }
-    }
-  }
-  return norm_type == 2.0 ? std::sqrt(sum_of_squares) : largest;
-}
-
-void MasterWeights::scale_gradients(double coefficient) {
-  auto& impl = *impl_;
-  const auto factor = Factor::of(coefficient);
-  impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
-    const auto& gradient = gradient_of(pair.visible());
-    if (!gradient.defined()) {
-      return;
-    }
-    const bool taken = pair.taken_gradient.unchanged(gradient);
-    impl.add_scale(gradient, coefficient);
-    if (pair.native()) {
-      pair.native_factor *= applied(factor, gradient.scalar_type());
-      impl.natives_scaled = true;
-    }
-    if (taken) {
-      pair.taken_gradient.record(gradient);
-    }
-  });
-  impl.run_scales(coefficient);
-  impl.measured = false;
-}
-
-ParamGroups MasterWeights::master_gradients() const {
-  return impl_->collect([](const Pair& pair, std::vector<at::Tensor>& group) {
-    group.push_back(gradient_of(pair.visible()));
-  });
-}
-
-void MasterWeights::zero_grad(bool set_to_none) {
-  auto& impl = *impl_;
-  const auto clear = [&](const at::Tensor& parameter) {
-    auto& gradient = parameter.mutable_grad();
-    if (!gradient.defined()) {
-      return;
-    }
-    if (set_to_none) {
-      gradient.reset();
-      return;
-    }
-    if (gradient.requires_grad()) {
-      gradient.detach_();
-    }
-    if (gradient.layout() == at::kStrided &&
-        gradient.is_non_overlapping_and_dense() &&
-        detail::has_kernels(gradient.device().type())) {
-      impl.lists(gradient.device())
-          .zeros.push_back(
-              {gradient.data_ptr(),
-               static_cast<std::int64_t>(gradient.nbytes())});
-      bump_version(gradient);
-    } else {
-      const at::NoGradGuard no_grad;
-      gradient.zero_();
-    }
-  };
-  impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
-    clear(pair.model);
-    if (pair.master.defined()) {
-      clear(pair.master);
-    }
-    pair.native_factor = 1.0;
-  });
-  for (auto& lists : impl.devices) {
-    lists.kernels->zero_(lists.zeros);
-    lists.zeros.clear();
-  }
-  impl.natives_scaled = false;
-  impl.measured = false;
-}
-
-std::optional<TensorReport> MasterWeights::waiting_gradient(
-    bool native) const {
-  std::optional<TensorReport> waiting;
-  impl_->for_each([&](Pair& pair, std::int64_t group, std::int64_t index) {
-    const auto& gradient = gradient_of(pair.model);
-    if (waiting || !gradient.defined() ||
-        pair.taken_gradient.unchanged(gradient) ||
-        !(pair.master.defined() || is_half(pair.model.scalar_type()) ||
-          (native && pair.native()))) {
-      return;
-    }
-    const at::NoGradGuard no_grad;
-    if (values_of(gradient).ne(0).any().item<bool>()) {
-      waiting = TensorReport{group, index, pair.model, 0, 0, 0.0, 0.0};
-    }
-  });
-  return waiting;
 }
 
 // ---- weights ----
@@ -877,17 +298,34 @@ void MasterWeights::Impl::fill_masters(const Add& add) {
   });
 }
 
+// `model.float()` and the like write every weight without changing any: a
+// master is kept where the model holds what it was rounded to, cast to the new
+// dtype.
+void MasterWeights::Impl::adopt_across_types(const Pair& pair) const {
+  const at::NoGradGuard no_grad;
+  const auto type = pair.model.scalar_type();
+  const auto cast = pair.master.to(pair.model_type).to(type);
+  const auto same =
+      cast.eq(pair.model)
+          .logical_or_(cast.isnan().logical_and_(pair.model.isnan()));
+  pair.master.copy_(at::where(same, pair.master, pair.model.to(at::kFloat)));
+}
+
 void MasterWeights::adopt_model_writes() {
   auto& impl = *impl_;
   const bool all = impl.model_writes == ModelWrites::kValues;
-  impl.fill_masters([&](const Pair& pair) {
-    return all || pair.model_written_by_others();
-  });
+  detail::Staging staging;
+  impl.fill_masters(
+      [&](const Pair& pair) { return all || pair.model_written_by_others(); });
   for (auto& lists : impl.devices) {
     for (const auto& [group, index] : lists.master_positions) {
       const auto& pair = impl.groups[group][index];
-      lists.masters.push_back(impl.master_item(
-          pair, impl.staging.readable(pair.model, pair.master)));
+      if (pair.model.scalar_type() != pair.model_type) {
+        impl.adopt_across_types(pair);
+        continue;
+      }
+      lists.masters.push_back(
+          impl.master_item(pair, staging.readable(pair.model, pair.master)));
     }
     lists.kernels->adopt_model(lists.masters);
     for (const auto& [group, index] : lists.master_positions) {
@@ -896,7 +334,6 @@ void MasterWeights::adopt_model_writes() {
       pair.see_model();
     }
   }
-  impl.staging.clear();
 }
 
 void MasterWeights::overwrite_masters() {
@@ -912,17 +349,18 @@ void MasterWeights::overwrite_masters() {
 
 void MasterWeights::write_model() {
   auto& impl = *impl_;
+  detail::Staging staging;
   impl.fill_masters([](const Pair&) { return true; });
   for (auto& lists : impl.devices) {
     for (const auto& [group, index] : lists.master_positions) {
       const auto& pair = impl.groups[group][index];
       lists.masters.push_back(impl.master_item(
-          pair, impl.staging.writable(pair.model, pair.master, false)));
+          pair,
+          staging.writable(pair.model, pair.master, false)));
     }
     lists.kernels->write_model(lists.masters);
   }
-  impl.staging.write_back();
-  impl.staging.clear();
+  staging.write_back();
   for (auto& lists : impl.devices) {
     const auto& saturated = lists.kernels->saturated();
     for (std::size_t i = 0; i < lists.master_positions.size(); ++i) {
@@ -930,10 +368,11 @@ void MasterWeights::write_model() {
       auto& pair = impl.groups[group][index];
       bump_version(pair.model);
       pair.see_model();
-      if (saturated[i] != 0 && !pair.saturation_reported) {
+      pair.saturated = saturated[i] != 0;
+      if (pair.saturated && !pair.saturation_reported) {
         pair.saturation_reported = true;
         impl.new_saturations.push_back(
-            {group, index, pair.model, 0, 0, 0.0, 0.0});
+            {group, index, pair.model, 0, 0, 0.0, 0.0, true});
       }
     }
   }

@@ -16,7 +16,9 @@ bool has_cuda_kernels() {
 
 std::unique_ptr<ListKernels> make_cuda_kernels(c10::Device device) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      false, "fp16core: this build has no CUDA kernels, but got ", device);
+      false,
+      "fp16core: this build has no CUDA kernels, but got ",
+      device);
 }
 
 } // namespace fp16core::detail

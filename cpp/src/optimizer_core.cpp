@@ -56,18 +56,35 @@ at::Tensor OptimizerCore::scale_loss(const at::Tensor& loss) {
       loss.requires_grad(),
       options_.owner,
       ".backward: loss must require grad, but got one without a graph");
-  if (latched_scale_ == 0.0) {
-    const double scale = loss_scaler_->loss_scale();
-    const bool scale_changed =
-        accumulated_scale_ != 0.0 && accumulated_scale_ != scale;
-    master_weights_.restore_scaled_gradients(
-        scale_changed ? scale / accumulated_scale_ : 1.0);
-    latched_scale_ = accumulated_scale_ = scale;
-  }
-  backward_since_update_ = true;
+  const double scale =
+      latched_scale_ != 0.0 ? latched_scale_ : loss_scaler_->loss_scale();
   const at::Tensor wide =
       loss.scalar_type() == at::kDouble ? loss : loss.to(at::kFloat);
-  return wide * latched_scale_;
+  const at::Tensor scaled = wide * scale;
+  // The hook runs when the backward pass starts, which may be much later, more
+  // than once, or when this object is gone.
+  scaled.register_hook(
+      [self = std::weak_ptr<OptimizerCore*>(self_), scale](at::Tensor seed) {
+        const auto core = self.lock();
+        const double ratio = core ? (*core)->begin_backward(scale) : 1.0;
+        return ratio == 1.0 ? seed : seed * ratio;
+      });
+  return scaled;
+}
+
+// Returns what the pass has to be multiplied by, so that its gradients fit
+// those of the passes since the last update.
+double OptimizerCore::begin_backward(double scale) {
+  backward_since_update_ = true;
+  if (latched_scale_ != 0.0) {
+    return latched_scale_ / scale;
+  }
+  const bool scale_changed =
+      accumulated_scale_ != 0.0 && accumulated_scale_ != scale;
+  master_weights_.restore_scaled_gradients(
+      scale_changed ? scale / accumulated_scale_ : 1.0);
+  latched_scale_ = accumulated_scale_ = scale;
+  return 1.0;
 }
 
 // The scale that the gradients now present were made with.
@@ -101,9 +118,7 @@ void OptimizerCore::update_master_grads() {
   backward_since_update_ = false;
 }
 
-at::Tensor OptimizerCore::clip_master_grads(
-    double max_norm,
-    double norm_type) {
+at::Tensor OptimizerCore::clip_master_grads(double max_norm, double norm_type) {
   TORCH_CHECK_VALUE(
       max_norm >= 0.0,
       options_.owner,
@@ -122,7 +137,8 @@ at::Tensor OptimizerCore::clip_master_grads(
   if (!(coefficient >= 1.0)) {
     master_weights_.scale_gradients(coefficient);
   }
-  return at::scalar_tensor(norm, at::kFloat);
+  // Rounded here: a norm beyond float32 is inf, and no error.
+  return at::scalar_tensor(static_cast<float>(norm), at::kFloat);
 }
 
 void OptimizerCore::zero_grad(bool set_to_none) {
@@ -144,7 +160,9 @@ void OptimizerCore::check_nothing_waits() const {
         "backward(loss, update_master_grads=False) nor loss.backward() does), "
         "but got a gradient that waits at ",
         detail::describe_parameter(
-            waiting->group, waiting->index, waiting->parameter));
+            waiting->group,
+            waiting->index,
+            waiting->parameter));
   }
 }
 
@@ -164,7 +182,7 @@ void OptimizerCore::update_scale(bool overflow, const char* consequence) {
   if (!overflow) {
     if (after != before) {
       messages_.push_back(
-          {false, options_.owner + ".step: loss scale grows, " + change});
+          options_.owner + ".step: loss scale grows, " + change);
     }
     return;
   }
@@ -179,13 +197,12 @@ void OptimizerCore::update_scale(bool overflow, const char* consequence) {
   } else {
     return; // told once a streak, where skips are counted
   }
-  messages_.push_back({true, text});
+  messages_.push_back(std::move(text));
 }
 
-void OptimizerCore::count_skip() {
+void OptimizerCore::count_skip(bool at_floor) {
   ++steps_skipped_;
-  if (!loss_scaler_->at_floor() ||
-      options_.on_min_scale == OnMinScale::kContinue) {
+  if (!at_floor || options_.on_min_scale == OnMinScale::kContinue) {
     return;
   }
   const std::string text = options_.owner +
@@ -197,19 +214,20 @@ void OptimizerCore::count_skip() {
   }
   if (!floor_warned_) {
     floor_warned_ = true;
-    messages_.push_back({true, text});
+    messages_.push_back(text);
   }
 }
 
 void OptimizerCore::note_saturations() {
   for (const auto& tensor : master_weights_.take_new_saturations()) {
     messages_.push_back(
-        {true,
-         options_.owner +
-             ".step: a master weight is beyond the range of the model's dtype "
-             "and was stored as inf, in " +
-             detail::describe_parameter(
-                 tensor.group, tensor.index, tensor.parameter)});
+        options_.owner +
+        ".step: a master weight is beyond the range of the model's dtype and "
+        "was stored as inf, in " +
+        detail::describe_parameter(
+            tensor.group,
+            tensor.index,
+            tensor.parameter));
   }
 }
 
@@ -217,9 +235,11 @@ bool OptimizerCore::begin_step() {
   check_nothing_waits();
   latched_scale_ = 0.0;
   if (std::exchange(update_pending_, false)) {
+    // The floor counts if the step was made on it, not if it was just reached.
+    const bool at_floor = loss_scaler_->at_floor();
     update_scale(overflow_, "the step is skipped");
     if (overflow_) {
-      count_skip();
+      count_skip(at_floor);
     }
   }
   if (overflow_) {
@@ -291,7 +311,7 @@ void OptimizerCore::abandon_step(bool skipped) {
   first_evaluation_ = true;
   master_weights_.drop_snapshot();
   if (skipped) {
-    count_skip();
+    count_skip(true);
   }
 }
 
@@ -313,7 +333,7 @@ void OptimizerCore::set_step_counts(
   steps_skipped_ = skipped;
 }
 
-std::vector<Message> OptimizerCore::take_messages() {
+std::vector<std::string> OptimizerCore::take_messages() {
   return std::exchange(messages_, {});
 }
 

@@ -1,22 +1,13 @@
 #include "parameter_text.h"
 
+#include <c10/core/ScalarType.h>
+
 #include <sstream>
 
 namespace fp16core::detail {
 
 std::string dtype_name(c10::ScalarType type) {
-  switch (type) {
-    case c10::ScalarType::Half:
-      return "float16";
-    case c10::ScalarType::BFloat16:
-      return "bfloat16";
-    case c10::ScalarType::Float:
-      return "float32";
-    case c10::ScalarType::Double:
-      return "float64";
-    default:
-      return c10::toString(type);
-  }
+  return std::string(c10::getDtypeNames(type).first);
 }
 
 std::string describe_parameter(

@@ -42,9 +42,7 @@ class SeenTensor {
     version_ = version_of(tensor);
   }
 
-  void forget() {
-    impl_.reset();
-  }
+  void forget() { impl_.reset(); }
 
   /// Returns whether this is the tensor that was seen.
   bool same(const at::Tensor& tensor) const {

@@ -20,12 +20,13 @@ def cmake_prefix() -> pathlib.Path:
 
 def info() -> str:
     """Returns what is installed, one fact a line."""
+    cuda = "compiled, not in use yet" if _core.built_with_cuda() else "off"
     facts = {
         "fp16core": fp16core.__version__,
         "torch": f"{torch.__version__} (built against {_build_info.torch_version})",
         "python": platform.python_version(),
         "compiler": f"{_build_info.compiler}, {_build_info.build_type}",
-        "backends": f"CPU on, CUDA {'compiled, not in use yet' if _core.built_with_cuda() else 'off'}",
+        "backends": f"CPU on, CUDA {cuda}",
         "instruction set": _core.cpu_capability(),
         "threads": str(torch.get_num_threads()),
     }

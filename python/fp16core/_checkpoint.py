@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,12 @@ def save(core: _core.OptimizerCore, optimizer: Any) -> dict[str, Any]:
 
     The masters in it are the live tensors.
     """
+    for group in core.model_params():
+        for param in group:
+            # Left behind by someone who looked for state under the model's
+            # parameter, in a defaultdict.
+            if param in optimizer.state and not optimizer.state[param]:
+                del optimizer.state[param]
     return {
         "loss_scaler": scaler_state(core.loss_scaler),
         "dynamic_loss_scale": core.dynamic,
@@ -113,10 +119,11 @@ def check(state_dict: Any, core: _core.OptimizerCore, optimizer: Any) -> Checkpo
     )
 
 
-def load_inner(optimizer: Any, state: Mapping[str, Any]) -> None:
+def load_inner(optimizer: Any, state: Mapping[str, Any]) -> Callable[[], None]:
     """Load ``state`` into the inner optimizer; on an error put the old state back.
 
-    Afterwards the optimizer shares no tensor with ``state``.
+    Afterwards the optimizer shares no tensor with ``state``. Returns a function
+    that puts the old state back.
     """
     given = set[int]()
 
@@ -127,7 +134,7 @@ def load_inner(optimizer: Any, state: Mapping[str, Any]) -> None:
     def unshare(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if id(tensor) in given else tensor
 
-    map_tensors({"state": state["state"]}, remember)
+    map_tensors(state["state"], remember, steps=True)
     old_groups = optimizer.param_groups
     old_options = [dict(group) for group in old_groups]
     old_state = optimizer.state
@@ -135,9 +142,8 @@ def load_inner(optimizer: Any, state: Mapping[str, Any]) -> None:
         key: dict(entry) if isinstance(entry, dict) else entry
         for key, entry in old_state.items()
     }
-    try:
-        optimizer.load_state_dict(dict(state))
-    except BaseException:
+
+    def put_back() -> None:
         for group, options in zip(old_groups, old_options, strict=True):
             group.clear()
             group.update(options)
@@ -145,9 +151,15 @@ def load_inner(optimizer: Any, state: Mapping[str, Any]) -> None:
         old_state.update(old_entries)
         optimizer.param_groups = old_groups
         optimizer.state = old_state
+
+    try:
+        optimizer.load_state_dict(dict(state))
+        for entry in optimizer.state.values():
+            map_tensors(entry, unshare, steps=True)
+    except BaseException:
+        put_back()
         raise
-    for entry in optimizer.state.values():
-        map_tensors(entry, unshare)
+    return put_back
 
 
 def _error(text: str) -> ValueError:
@@ -155,8 +167,16 @@ def _error(text: str) -> ValueError:
 
 
 def _check_groups(state: Mapping[str, Any], optimizer: Any) -> None:
-    if not {"state", "param_groups"} <= set(state):
-        raise _error("must hold state and param_groups of the inner optimizer")
+    groups = state.get("param_groups")
+    if (
+        not isinstance(state.get("state"), Mapping)
+        or not isinstance(groups, list)
+        or not all(isinstance(g, Mapping) and "params" in g for g in groups)
+    ):
+        raise _error(
+            "must hold state and param_groups of the inner optimizer, "
+            "but got something else under these names"
+        )
     saved = [len(group["params"]) for group in state["param_groups"]]
     own = [len(group["params"]) for group in optimizer.param_groups]
     if saved != own:
@@ -194,6 +214,8 @@ def _check_masters(masters: Any, positions: Any, optimizer: Any) -> None:
     for number, (group, saved, indices) in enumerate(
         zip(groups, masters, positions, strict=True)
     ):
+        if not (isinstance(saved, list) and isinstance(indices, list)):
+            raise _error(f"must hold lists of masters, but got {saved!r}")
         if len(saved) != len(indices):
             raise _error(f"must have a position for each master of group {number}")
         for index, master in zip(indices, saved, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableSequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def check_optimizer(optimizer: Any, owner: str) -> None:
     if already:
         raise ValueError(
             f"{owner}: init_optimizer must not be wrapped already, but got "
-            f"{type(optimizer).__name__} inside another {owner}"
+            f"{type(optimizer).__name__} that is or belongs to an {owner}"
         )
     for number, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
@@ -87,23 +87,27 @@ def _widener(master: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: _core.widen_state(tensor, master)
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(
+    value: Any, change: Callable[[torch.Tensor], torch.Tensor], steps: bool = False
+) -> Any:
     """Apply ``change`` to every tensor in a piece of optimizer state.
 
-    Dicts and lists are edited in place. A step counter is left as it is.
+    Dicts, lists and deques are edited in place. Step counters are left as they are
+    unless ``steps`` is set.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
         for key, item in value.items():
-            if key != "step":
-                value[key] = map_tensors(item, change)
+            if steps or key != "step":
+                value[key] = map_tensors(item, change, steps)
         return value
-    if isinstance(value, list):
-        value[:] = [map_tensors(item, change) for item in value]
+    if isinstance(value, MutableSequence):  # lists, deques
+        for index, item in enumerate(list(value)):
+            value[index] = map_tensors(item, change, steps)
         return value
     if type(value) is tuple:
-        return tuple(map_tensors(item, change) for item in value)
+        return tuple(map_tensors(item, change, steps) for item in value)
     return value
 
 

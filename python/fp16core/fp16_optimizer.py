@@ -148,6 +148,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         self._warned_capturable_if_run_uncaptured = True
         self._ingest()
         mark_wrapped(init_optimizer)
+        mark_wrapped(self)
         self._print_groups(0)
 
     # The iteration.
@@ -197,8 +198,9 @@ class FP16_Optimizer(torch.optim.Optimizer):
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the loss scale, to call backward on yourself.
 
-        Call :meth:`update_master_grads` after the backward pass. The scale is the
-        same for all losses until then. Raises like :meth:`backward`.
+        Call :meth:`update_master_grads` after the backward pass. Until then all
+        backward passes count with the scale of the first. Raises like
+        :meth:`backward`.
         """
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
@@ -224,6 +226,9 @@ class FP16_Optimizer(torch.optim.Optimizer):
             max_norm: the norm to clip to, at least 0.
             norm_type: p of the p-norm; may be inf, or "inf".
 
+        Edits of master gradients since the update are seen, except those through
+        ``.data``: the norm that the update measured is used again.
+
         Returns:
             The norm before clipping as a 0-dim fp32 tensor; -1 after an overflow,
             with nothing touched.
@@ -237,7 +242,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
             return self.clip_grad_norm(params, max_norm, norm_type)  # type: ignore[no-any-return]
         return self._core.clip_master_grads(float(max_norm), float(norm_type))
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the loss scale, run the wrapped optimizer, write the model.
 
         After an overflow the step is skipped: masters, model, optimizer state and
@@ -326,7 +331,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         self._log()
         return result
 
-    def zero_grad(
+    def zero_grad(  # type: ignore[override]
         self, set_grads_to_None: bool = False, *, set_to_none: bool | None = None
     ) -> None:
         """Clear the gradients of masters and model alike.
@@ -377,7 +382,8 @@ class FP16_Optimizer(torch.optim.Optimizer):
                 "overflow: the gradients are invalid, returning None."
             )
             return None
-        return self._core.master_gradients()
+        groups = self._core.master_gradients()
+        return [list[torch.Tensor | None](group) for group in groups]
 
     # The scale.
 
@@ -423,7 +429,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
     # Parameters and state.
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The param groups of the wrapped optimizer, masters in them."""
         return self.optimizer.param_groups  # type: ignore[no-any-return]
 
@@ -432,7 +438,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         self.optimizer.param_groups = value
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The state of the wrapped optimizer, keyed by master."""
         return self.optimizer.state
 
@@ -458,6 +464,21 @@ class FP16_Optimizer(torch.optim.Optimizer):
         """By group, the trainable parameters that need no master."""
         self._ingest()
         return self._core.native_params()
+
+    @property
+    def all_fp16_params(self) -> list[torch.Tensor]:
+        """:attr:`fp16_groups` in one list."""
+        return [p for group in self.fp16_groups for p in group]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
+        """:attr:`fp32_from_fp16_groups` in one list."""
+        return [p for group in self.fp32_from_fp16_groups for p in group]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
+        """:attr:`fp32_from_fp32_groups` in one list."""
+        return [p for group in self.fp32_from_fp32_groups for p in group]
 
     @property
     def first_closure_call_this_step(self) -> bool:
@@ -525,7 +546,13 @@ class FP16_Optimizer(torch.optim.Optimizer):
         if saved.positions is not None:
             adopt(self.optimizer, core.adopt_at(saved.positions))
         core.adopt_model_writes()
-        _checkpoint.load_inner(self.optimizer, saved.optimizer_state)
+        put_back = _checkpoint.load_inner(self.optimizer, saved.optimizer_state)
+        if callable(saved.scaler):
+            try:
+                saved.scaler()
+            except BaseException:
+                put_back()
+                raise
         self._ingest()
         if saved.masters is not None and saved.positions is not None:
             masters = core.master_params()
@@ -542,9 +569,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
                     for i, master in zip(positions, own, strict=True)
                 ]
             core.load_masters(masters)
-            if callable(saved.scaler):
-                saved.scaler()
-            else:
+            if not callable(saved.scaler):
                 core.loss_scaler = saved.scaler
             core.overflow = saved.overflow
             core.update_pending = saved.update_pending
@@ -591,8 +616,8 @@ class FP16_Optimizer(torch.optim.Optimizer):
         adopt(self.optimizer, self._core.ingest(self.optimizer.param_groups))
 
     def _log(self) -> None:
-        for warning, text in self._core.take_messages():
-            logger.log(logging.WARNING if warning else logging.INFO, text)
+        for text in self._core.take_messages():
+            logger.warning(text)
 
     def _print_groups(self, first: int) -> None:
         if not self.verbose:

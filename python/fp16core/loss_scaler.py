@@ -51,12 +51,14 @@ class LossScaler(_TensorMethods, _core.LossScaler):
         """Return False: a static scaler never looks at gradients."""
         return False
 
+    has_overflow_serial = has_overflow
+
     @staticmethod
     def _has_inf_or_nan(x: torch.Tensor) -> bool:
         return False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.cur_scale,)
+        return type(self), (self.cur_scale,), self.__dict__
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(scale={self.cur_scale:g})"
@@ -107,10 +109,11 @@ class DynamicLossScaler(_TensorMethods, _core.DynamicLossScaler):
         """Return whether any gradient of ``params`` holds inf or NaN."""
         return _core.has_nonfinite([p.grad for p in params if p.grad is not None])
 
+    has_overflow_serial = has_overflow
     _has_inf_or_nan = staticmethod(_has_inf_or_nan)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (type(self), scaler_state(self))
+        return _restore, (type(self), scaler_state(self)), self.__dict__
 
     def __repr__(self) -> str:
         return (

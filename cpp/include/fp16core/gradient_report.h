@@ -26,6 +26,9 @@ struct TensorReport {
   double norm;
   /// Largest magnitude of the unscaled gradient; NaN if an element is NaN.
   double largest;
+  /// Whether the last write of the model stored a finite master of this
+  /// parameter as infinity.
+  bool saturated;
 };
 
 /// The findings of one pass over all gradients, in the order of the groups.

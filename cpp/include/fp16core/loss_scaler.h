@@ -24,44 +24,37 @@ class FP16CORE_API LossScaleError : public std::runtime_error {
 ///
 /// The loss is multiplied by the scale before the backward pass, which lifts
 /// small gradients into the range of float16; the gradients are divided by it
-/// afterwards. Scales are doubles, finite and greater than zero.
+/// afterwards. Scales are doubles, finite and at least 2^-126, so that their
+/// reciprocals are finite in float32.
 ///
 /// The class is also the interface that the step logic drives. Subclasses
 /// override the virtual functions. Not safe for concurrent calls.
 class FP16CORE_API LossScaler {
  public:
-  /// Throws std::invalid_argument unless `scale` is finite and positive.
+  /// Throws std::invalid_argument unless `scale` is one.
   explicit LossScaler(double scale = 1.0);
   virtual ~LossScaler();
 
   /// Returns the factor that the next backward pass will use.
-  virtual double loss_scale() const {
-    return cur_scale_;
-  }
+  virtual double loss_scale() const { return cur_scale_; }
 
   /// Sets the scale by hand and leaves every counter alone.
-  /// Throws std::invalid_argument unless `scale` is finite and positive.
+  /// Throws std::invalid_argument unless `scale` is one.
   virtual void set_loss_scale(double scale);
 
   /// Tells the scaler how one iteration went. Does nothing here.
   virtual void update_scale(bool overflow);
 
   /// Returns whether `update_scale` may move the scale.
-  virtual bool dynamic() const {
-    return false;
-  }
+  virtual bool dynamic() const { return false; }
 
   /// Returns whether a further overflow would leave the scale where it is for
   /// good: always so for a static scale, and for a dynamic one at its floor.
-  virtual bool at_floor() const {
-    return true;
-  }
+  virtual bool at_floor() const { return true; }
 
   /// Returns how many overflows in a row the scaler would still tolerate
   /// before it lowers the scale.
-  virtual std::int64_t overflows_tolerated() const {
-    return 0;
-  }
+  virtual std::int64_t overflows_tolerated() const { return 0; }
 
  protected:
   // For subclasses that keep the scale elsewhere.
@@ -80,7 +73,7 @@ struct DynamicLossScalerOptions {
   /// Clean iterations from the last overflow (or the last growth) to the next
   /// growth. At least 1; a fractional window is compared as it is.
   double scale_window = 1000.0;
-  /// Backoff never goes below it. Greater than 0.
+  /// Backoff never goes below it.
   double min_scale = 1.0;
   /// Overflows until the scale is lowered: `delayed_shift - 1` of them are
   /// tolerated, the next and all that follow lower it. At least 1.
@@ -115,28 +108,20 @@ class FP16CORE_API DynamicLossScaler : public LossScaler {
   explicit DynamicLossScaler(const DynamicLossScalerOptions& options = {});
   ~DynamicLossScaler() override;
 
-  double loss_scale() const override {
-    return state_.cur_scale;
-  }
+  double loss_scale() const override { return state_.cur_scale; }
   void set_loss_scale(double scale) override;
   void update_scale(bool overflow) override;
-  bool dynamic() const override {
-    return true;
-  }
+  bool dynamic() const override { return true; }
   bool at_floor() const override;
   std::int64_t overflows_tolerated() const override;
 
-  const DynamicLossScalerOptions& options() const {
-    return options_;
-  }
+  const DynamicLossScalerOptions& options() const { return options_; }
   /// Replaces the rule and keeps the state. Throws like the constructor.
   void set_options(const DynamicLossScalerOptions& options);
 
-  const DynamicLossScaleState& state() const {
-    return state_;
-  }
-  /// Replaces the state. Throws std::invalid_argument unless `cur_scale` is
-  /// finite and positive and `cur_hysteresis` at least 1.
+  const DynamicLossScaleState& state() const { return state_; }
+  /// Replaces the state. Throws std::invalid_argument unless `cur_scale` is a
+  /// scale and `cur_hysteresis` at least 1.
   void set_state(const DynamicLossScaleState& state);
 
  private:

@@ -81,6 +81,11 @@ class FP16CORE_API MasterWeights {
   /// `check`, and changes nothing on error.
   std::vector<Adoption> ingest(const ParamGroups& groups);
 
+  /// Returns whether `ingest` would change nothing for groups of parameters at
+  /// these addresses. Takes a few nanoseconds a parameter.
+  bool is_current(
+      const std::vector<std::vector<const c10::TensorImpl*>>& groups) const;
+
   /// Returns, by group, the half parameters that have masters, the masters in
   /// the same order, and the native trainable parameters.
   ParamGroups model_params() const;

@@ -18,13 +18,6 @@ namespace fp16core {
 /// What happens when a step is skipped with the scale at its floor.
 enum class OnMinScale { kContinue, kWarn, kRaise };
 
-/// Something the user should be told.
-struct Message {
-  /// A warning, or else information.
-  bool warning;
-  std::string text;
-};
-
 struct OptimizerCoreOptions {
   /// The facade's class name, for messages.
   std::string owner = "FP16_Optimizer";
@@ -74,12 +67,8 @@ class FP16CORE_API OptimizerCore {
   OptimizerCore(const OptimizerCore&) = delete;
   OptimizerCore& operator=(const OptimizerCore&) = delete;
 
-  MasterWeights& master_weights() {
-    return master_weights_;
-  }
-  const MasterWeights& master_weights() const {
-    return master_weights_;
-  }
+  MasterWeights& master_weights() { return master_weights_; }
+  const MasterWeights& master_weights() const { return master_weights_; }
 
   const std::shared_ptr<LossScaler>& loss_scaler() const {
     return loss_scaler_;
@@ -88,8 +77,9 @@ class FP16CORE_API OptimizerCore {
   void set_loss_scaler(std::shared_ptr<LossScaler> loss_scaler);
 
   /// Returns `loss` times the loss scale, in float32 (float64 stays float64),
-  /// for the caller to run backward on. The scale is latched: gradients
-  /// accumulated until the next update are unscaled by the same value, whatever
+  /// for the caller to run backward on. The first backward pass after an
+  /// update, a step or a zero_grad latches its scale: gradients accumulated
+  /// until the next update are of this scale and are unscaled by it, whatever
   /// happens to the scaler meanwhile. Gradients kept from an earlier scale are
   /// brought to this one. Throws TypeError for an integer or complex loss and
   /// RuntimeError for one that has no graph or is not a scalar, before
@@ -97,7 +87,8 @@ class FP16CORE_API OptimizerCore {
   at::Tensor scale_loss(const at::Tensor& loss);
 
   /// Takes the model gradients (see MasterWeights::take_gradients) with the
-  /// latched scale, or the scaler's if nothing was latched, and sets `overflow`.
+  /// latched scale, or the scaler's if nothing was latched, and sets
+  /// `overflow`.
   void update_master_grads();
 
   /// The two halves of an update for subclasses that compose it themselves:
@@ -139,51 +130,40 @@ class FP16CORE_API OptimizerCore {
   void zero_grad(bool set_to_none);
 
   /// Whether the last update met an overflow. Lasts until the next update.
-  bool overflow() const {
-    return overflow_;
-  }
+  bool overflow() const { return overflow_; }
   void set_overflow(bool overflow);
 
   /// Whether the overflow (or the clean update) still has to reach the scaler
   /// with the next step. Part of a checkpoint.
-  bool update_pending() const {
-    return update_pending_;
-  }
-  void set_update_pending(bool pending) {
-    update_pending_ = pending;
-  }
+  bool update_pending() const { return update_pending_; }
+  void set_update_pending(bool pending) { update_pending_ = pending; }
 
-  bool first_evaluation() const {
-    return first_evaluation_;
-  }
-  void set_first_evaluation(bool first) {
-    first_evaluation_ = first;
-  }
+  bool first_evaluation() const { return first_evaluation_; }
+  void set_first_evaluation(bool first) { first_evaluation_ = first; }
 
-  std::int64_t steps_applied() const {
-    return steps_applied_;
-  }
-  std::int64_t steps_skipped() const {
-    return steps_skipped_;
-  }
+  std::int64_t steps_applied() const { return steps_applied_; }
+  std::int64_t steps_skipped() const { return steps_skipped_; }
   void set_step_counts(std::int64_t applied, std::int64_t skipped);
 
   /// Returns and forgets what should be told to the user: changes of the
   /// scale, weights beyond the half range. In order, one line each.
-  std::vector<Message> take_messages();
+  std::vector<std::string> take_messages();
 
-  const OptimizerCoreOptions& options() const {
-    return options_;
-  }
+  const OptimizerCoreOptions& options() const { return options_; }
 
  private:
+  double begin_backward(double scale);
   double gradient_scale() const;
   void check_scaler(const LossScaler* loss_scaler) const;
   void check_nothing_waits() const;
   void update_scale(bool overflow, const char* consequence);
-  void count_skip();
+  void count_skip(bool at_floor);
   void note_saturations();
   std::string first_offender() const;
+
+  // For hooks, which must not outlive it.
+  std::shared_ptr<OptimizerCore*> self_ =
+      std::make_shared<OptimizerCore*>(this);
 
   OptimizerCoreOptions options_;
   std::shared_ptr<LossScaler> loss_scaler_;
@@ -201,7 +181,7 @@ class FP16CORE_API OptimizerCore {
   bool first_evaluation_ = true;
   std::int64_t steps_applied_ = 0;
   std::int64_t steps_skipped_ = 0;
-  std::vector<Message> messages_;
+  std::vector<std::string> messages_;
 };
 
 } // namespace fp16core

@@ -4,9 +4,10 @@
 #include "../kernels.h"
 #include "capability.h"
 #include "chunks.h"
+#include "powers.h"
 
 #include <cmath>
-#include <cstring>
+#include <numeric>
 
 namespace fp16core::detail {
 
@@ -28,9 +29,8 @@ constexpr auto numel_of = [](const auto& item) { return item.numel; };
 
 class CpuListKernels final : public ListKernels {
  public:
-  void take_gradients(
-      c10::ArrayRef<GradientItem> items,
-      const Factor* factor) override {
+  void take_gradients(c10::ArrayRef<GradientItem> items, const Factor* factor)
+      override {
     chunks_.build(items, numel_of);
     findings_.assign(chunks_.count(), {});
     std::int64_t written = 0;
@@ -65,8 +65,17 @@ class CpuListKernels final : public ListKernels {
     }
   }
 
-  const std::vector<GradientStats>& gradient_stats() override {
-    return stats_;
+  const std::vector<GradientStats>& gradient_stats() override { return stats_; }
+
+  double sum_of_powers(c10::ArrayRef<GradientItem> items, double power)
+      override {
+    chunks_.build(items, numel_of);
+    power_sums_.assign(chunks_.count(), 0.0);
+    chunks_.for_each([&](std::int64_t index, const Chunk& chunk) {
+      power_sums_[index] =
+          cpu::sum_of_powers(items[chunk.item], chunk.begin, chunk.size, power);
+    });
+    return std::accumulate(power_sums_.begin(), power_sums_.end(), 0.0);
   }
 
   void scale_(c10::ArrayRef<ScaleItem> items, const Factor* factor) override {
@@ -78,11 +87,13 @@ class CpuListKernels final : public ListKernels {
 
   void zero_(c10::ArrayRef<ZeroItem> items) override {
     chunks_.build(items, [](const ZeroItem& item) { return item.bytes; });
+    const bool stream = chunks_.total() > kStreamAbove;
     chunks_.for_each([&](std::int64_t, const Chunk& chunk) {
-      std::memset(
-          static_cast<char*>(items[chunk.item].values) + chunk.begin,
-          0,
-          chunk.size);
+      void* values = items[chunk.item].values;
+      blocks_.zero_(
+          static_cast<char*>(values) + chunk.begin,
+          chunk.size,
+          stream && may_stream(values));
     });
   }
 
@@ -95,7 +106,10 @@ class CpuListKernels final : public ListKernels {
     chunks_.for_each([&](std::int64_t index, const Chunk& chunk) {
       const auto& item = items[chunk.item];
       beyond_range_[index] = blocks_.write_model(
-          item, chunk.begin, chunk.size, stream && may_stream(item.model));
+          item,
+          chunk.begin,
+          chunk.size,
+          stream && may_stream(item.model));
     });
     saturated_.assign(items.size(), 0);
     for (std::int64_t i = 0; i < chunks_.count(); ++i) {
@@ -103,9 +117,7 @@ class CpuListKernels final : public ListKernels {
     }
   }
 
-  const std::vector<std::uint8_t>& saturated() override {
-    return saturated_;
-  }
+  const std::vector<std::uint8_t>& saturated() override { return saturated_; }
 
   void adopt_model(c10::ArrayRef<MasterItem> items) override {
     chunks_.build(items, numel_of);
@@ -119,6 +131,7 @@ class CpuListKernels final : public ListKernels {
   cpu::Chunks chunks_;
   std::vector<GradientStats> findings_;
   std::vector<GradientStats> stats_;
+  std::vector<double> power_sums_;
   std::vector<std::uint8_t> beyond_range_;
   std::vector<std::uint8_t> saturated_;
 };

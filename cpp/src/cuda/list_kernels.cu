@@ -69,26 +69,20 @@ class CudaListKernels final : public ListKernels {
   void take_gradients(c10::ArrayRef<GradientItem>, const Factor*) override {
     refuse();
   }
-  const std::vector<GradientStats>& gradient_stats() override {
+  const std::vector<GradientStats>& gradient_stats() override { refuse(); }
+  double sum_of_powers(c10::ArrayRef<GradientItem>, double) override {
     refuse();
   }
-  void zero_(c10::ArrayRef<ZeroItem>) override {
-    refuse();
-  }
-  void write_model(c10::ArrayRef<MasterItem>) override {
-    refuse();
-  }
-  const std::vector<std::uint8_t>& saturated() override {
-    refuse();
-  }
-  void adopt_model(c10::ArrayRef<MasterItem>) override {
-    refuse();
-  }
+  void zero_(c10::ArrayRef<ZeroItem>) override { refuse(); }
+  void write_model(c10::ArrayRef<MasterItem>) override { refuse(); }
+  const std::vector<std::uint8_t>& saturated() override { refuse(); }
+  void adopt_model(c10::ArrayRef<MasterItem>) override { refuse(); }
 
  private:
   [[noreturn]] static void refuse() {
     TORCH_CHECK_NOT_IMPLEMENTED(
-        false, "fp16core: this CUDA kernel does not exist yet");
+        false,
+        "fp16core: this CUDA kernel does not exist yet");
   }
 
   c10::Device device_;

@@ -82,7 +82,10 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(
   const std::int64_t n = left < kBlockElements ? left : kBlockElements;
   switch (list.type[item]) {
     case ElementType::kHalf:
-      scale_span(static_cast<__half*>(list.values[item]) + begin, n, *factor_f32);
+      scale_span(
+          static_cast<__half*>(list.values[item]) + begin,
+          n,
+          *factor_f32);
       break;
     case ElementType::kBFloat16:
       scale_span(
@@ -91,11 +94,16 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(
           *factor_f32);
       break;
     case ElementType::kFloat:
-      scale_span(static_cast<float*>(list.values[item]) + begin, n, *factor_f32);
+      scale_span(
+          static_cast<float*>(list.values[item]) + begin,
+          n,
+          *factor_f32);
       break;
     case ElementType::kDouble:
       scale_span(
-          static_cast<double*>(list.values[item]) + begin, n, *factor_f64);
+          static_cast<double*>(list.values[item]) + begin,
+          n,
+          *factor_f64);
       break;
   }
 }
@@ -109,7 +117,9 @@ cudaError_t launch_scale(
     const double* factor_f64,
     cudaStream_t stream) {
   scale_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
-      list, factor_f32, factor_f64);
+      list,
+      factor_f32,
+      factor_f64);
   return cudaGetLastError();
 }
 

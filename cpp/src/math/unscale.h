@@ -10,8 +10,8 @@ namespace fp16core::detail {
 /// One rounded product, of scalars or of vectors of them.
 struct Unscale {
   template <typename Value>
-  C10_HOST_DEVICE Value operator()(const Value& value, const Value& factor)
-      const {
+  C10_HOST_DEVICE Value
+  operator()(const Value& value, const Value& factor) const {
     return value * factor;
   }
 };

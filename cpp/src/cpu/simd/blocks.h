@@ -26,16 +26,16 @@ struct BlockKernels {
       std::int64_t begin,
       std::int64_t n,
       const Factor& factor);
+  /// Clears `n` bytes. `stream` as above.
+  void (*zero_)(void* values, std::int64_t n, bool stream);
   /// Returns whether a finite master was stored as inf.
   bool (*write_model)(
       const MasterItem& item,
       std::int64_t begin,
       std::int64_t n,
       bool stream);
-  void (*adopt_model)(
-      const MasterItem& item,
-      std::int64_t begin,
-      std::int64_t n);
+  void (
+      *adopt_model)(const MasterItem& item, std::int64_t begin, std::int64_t n);
 };
 
 constexpr std::uintptr_t kStreamAlignment = 64;

@@ -1,0 +1,500 @@
+// The half of MasterWeights that deals with gradients.
+
+#include "weight_pairs.h"
+
+#include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace fp16core {
+
+namespace {
+
+using detail::bump_version;
+using detail::describe_parameter;
+using detail::Factor;
+using detail::gradient_of;
+using detail::is_half;
+using detail::is_supported;
+
+// What the list kernels multiply values of this type by.
+double applied(const Factor& factor, c10::ScalarType type) {
+  return type == at::kDouble ? factor.f64 : static_cast<double>(factor.f32);
+}
+
+// The dense tensor that holds the values of a gradient.
+at::Tensor values_of(const at::Tensor& gradient) {
+  return gradient.is_sparse() ? gradient._values() : gradient;
+}
+
+// Returns a gradient in a form that can be written in place: duplicate rows of
+// a sparse one are summed, and elements that share memory get their own.
+const at::Tensor& own_gradient(const at::Tensor& parameter) {
+  auto& gradient = parameter.mutable_grad();
+  if (gradient.is_sparse()) {
+    if (!gradient.is_coalesced()) {
+      gradient = gradient.coalesce();
+    }
+  } else if (
+      !gradient.is_non_overlapping_and_dense() &&
+      at::has_internal_overlap(gradient) == at::MemOverlap::Yes) {
+    gradient = gradient.contiguous();
+  }
+  return gradient;
+}
+
+} // namespace
+
+at::Tensor& MasterWeights::Impl::master_gradient(Pair& pair) {
+  auto& gradient = pair.master.mutable_grad();
+  if (!gradient.defined() || gradient.is_sparse() ||
+      gradient.scalar_type() != at::kFloat ||
+      gradient.device() != pair.master.device() ||
+      !detail::same_dense_layout(gradient, pair.master)) {
+    gradient = detail::empty_dense_like(pair.master, at::kFloat);
+  }
+  return gradient;
+}
+
+void MasterWeights::Impl::check_gradient(
+    const Pair& pair,
+    const at::Tensor& gradient,
+    std::int64_t group,
+    std::int64_t index) const {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      gradient.layout() == at::kStrided || gradient.is_sparse(),
+      owner,
+      ".update_master_grads: gradients must be strided or sparse COO, but got ",
+      gradient.layout(),
+      " for ",
+      describe_parameter(group, index, pair.model));
+  TORCH_CHECK_TYPE(
+      is_supported(gradient.scalar_type()) &&
+          (pair.master.defined() ||
+           gradient.scalar_type() == pair.model.scalar_type()),
+      owner,
+      ".update_master_grads: gradients must be floating point, and of the "
+      "parameter's dtype where it has no master, but got ",
+      detail::dtype_name(gradient.scalar_type()),
+      " for ",
+      describe_parameter(group, index, pair.model));
+  check_shape(pair, group, index);
+}
+
+void MasterWeights::Impl::check_shape(
+    const Pair& pair,
+    std::int64_t group,
+    std::int64_t index) const {
+  TORCH_CHECK(
+      !pair.master.defined() || pair.model.sizes() == pair.master.sizes(),
+      owner,
+      ": a parameter must keep its shape ",
+      pair.master.sizes(),
+      ", but got ",
+      describe_parameter(group, index, pair.model));
+}
+
+// Duplicate rows are summed in fp32, where half sums could overflow.
+at::Tensor MasterWeights::Impl::widen_sparse(
+    const Pair& pair,
+    const at::Tensor& gradient) const {
+  return at::_sparse_coo_tensor_unsafe(
+             gradient._indices(),
+             gradient._values().to(
+                 pair.master.device(),
+                 at::kFloat,
+                 /*non_blocking=*/false,
+                 /*copy=*/true),
+             gradient.sizes())
+      .coalesce();
+}
+
+// Adds the gradient of a parameter to the lists that `run_scales` runs.
+void MasterWeights::Impl::add_scale(
+    const at::Tensor& parameter,
+    double factor) {
+  const at::NoGradGuard no_grad;
+  const auto& gradient = own_gradient(parameter);
+  const at::Tensor values = values_of(gradient);
+  if (values.is_non_overlapping_and_dense()) {
+    lists(values.device())
+        .scales.push_back(
+            {values.data_ptr(), values.numel(), values.scalar_type()});
+  } else {
+    values.mul_(factor);
+  }
+  bump_version(gradient);
+}
+
+void MasterWeights::Impl::run_scales(double value) {
+  const auto factor = Factor::of(value);
+  for (auto& lists : devices) {
+    lists.kernels->scale_(lists.scales, &factor);
+    lists.scales.clear();
+  }
+}
+
+// Divides out of native gradients what was multiplied into them, except where
+// that is just what `keep` would multiply in again. Factors rarely differ from
+// one parameter to the next, and each pass takes all that have the same.
+void MasterWeights::Impl::scale_natives_back(const Factor* keep) {
+  double factor = 1.0;
+  do {
+    factor = 1.0;
+    for_each([&](Pair& pair, std::int64_t, std::int64_t) {
+      const auto& gradient = gradient_of(pair.model);
+      // A gradient new at an update is scaled; before a backward pass, what
+      // there is has been unscaled, whichever tensor it was moved to.
+      if (!gradient.defined() ||
+          (keep != nullptr && !pair.taken_gradient.same(gradient))) {
+        pair.native_factor = 1.0;
+      }
+      if (pair.native_factor == 1.0 ||
+          (keep != nullptr &&
+           pair.native_factor == applied(*keep, pair.model.scalar_type()))) {
+        return;
+      }
+      if (factor == 1.0) {
+        factor = pair.native_factor;
+      }
+      if (pair.native_factor == factor) {
+        add_scale(pair.model, 1.0 / factor);
+        pair.native_factor = 1.0;
+      }
+    });
+    run_scales(1.0 / factor);
+  } while (factor != 1.0);
+}
+
+void MasterWeights::take_gradients(double scale) {
+  const at::NoGradGuard no_grad;
+  auto& impl = *impl_;
+  const auto factor = Factor::of(1.0 / scale);
+  detail::Staging staging;
+  impl.for_each([&](Pair& pair, std::int64_t group, std::int64_t index) {
+    const auto& gradient = gradient_of(pair.model);
+    if (gradient.defined()) {
+      impl.check_gradient(pair, gradient, group, index);
+    } else {
+      impl.check_shape(pair, group, index);
+    }
+  });
+  impl.measured = false;
+  if (impl.natives_scaled) {
+    impl.scale_natives_back(&factor);
+  }
+  for (auto& lists : impl.devices) {
+    lists.gradients.clear();
+    lists.gradient_positions.clear();
+  }
+  impl.for_each([&](Pair& pair, std::int64_t group, std::int64_t index) {
+    const auto& gradient = gradient_of(pair.model);
+    if (!gradient.defined()) {
+      pair.taken_gradient.forget();
+      if (pair.master.defined()) {
+        pair.master.mutable_grad().reset();
+      }
+      return;
+    }
+    detail::GradientItem item{};
+    item.source_type = gradient.scalar_type();
+    item.unscale = true;
+    c10::Device device = pair.visible().device();
+    if (pair.master.defined() && gradient.is_sparse()) {
+      auto& target = pair.master.mutable_grad();
+      target = impl.widen_sparse(pair, gradient);
+      const auto values = target._values();
+      item.source_type = at::kFloat;
+      item.source = item.destination = values.data_ptr();
+      item.numel = values.numel();
+    } else if (pair.master.defined()) {
+      const auto& target = impl.master_gradient(pair);
+      item.source = staging.readable(gradient, pair.master).const_data_ptr();
+      item.destination = target.data_ptr();
+      item.numel = target.numel();
+      bump_version(target);
+    } else if (pair.native()) {
+      const auto values = values_of(own_gradient(pair.model));
+      const double wanted = applied(factor, pair.model.scalar_type());
+      item.unscale = pair.native_factor != wanted;
+      const bool write = item.unscale && wanted != 1.0;
+      const auto& dense = values.is_non_overlapping_and_dense()
+          ? values
+          : staging.writable(values, values.contiguous(), true);
+      item.source = dense.const_data_ptr();
+      item.destination = write ? dense.data_ptr() : nullptr;
+      item.numel = dense.numel();
+      if (write) {
+        bump_version(gradient_of(pair.model));
+      }
+      pair.native_factor = wanted;
+      impl.natives_scaled |= wanted != 1.0;
+    } else {
+      return; // frozen, of a kind that is none of our business
+    }
+    item.destination_type =
+        item.source_type == at::kDouble && !pair.master.defined() ? at::kDouble
+                                                                  : at::kFloat;
+    auto& lists = impl.lists(device);
+    lists.gradients.push_back(item);
+    lists.gradient_positions.emplace_back(group, index);
+  });
+  for (auto& lists : impl.devices) {
+    lists.kernels->take_gradients(lists.gradients, &factor);
+  }
+  staging.write_back();
+  for (auto& lists : impl.devices) {
+    for (const auto& [group, index] : lists.gradient_positions) {
+      auto& pair = impl.groups[group][index];
+      pair.taken_gradient.record(gradient_of(pair.model));
+      pair.measured_gradient.record(gradient_of(pair.visible()));
+    }
+  }
+  impl.measured = true;
+}
+
+bool MasterWeights::overflow() const {
+  return std::any_of(
+      impl_->devices.begin(),
+      impl_->devices.end(),
+      [](const auto& lists) {
+        const auto& stats = lists.kernels->gradient_stats();
+        return std::any_of(stats.begin(), stats.end(), [](const auto& found) {
+          return found.inf_count + found.nan_count > 0;
+        });
+      });
+}
+
+GradientReport MasterWeights::report() const {
+  GradientReport report;
+  double sum_of_squares = 0.0;
+  for (const auto& lists : impl_->devices) {
+    const auto& stats = lists.kernels->gradient_stats();
+    for (std::size_t i = 0; i < lists.gradient_positions.size(); ++i) {
+      const auto& [group, index] = lists.gradient_positions[i];
+      const auto& found = stats[i];
+      const auto& pair = impl_->groups[group][index];
+      report.tensors.push_back(
+          {group,
+           index,
+           pair.model,
+           found.inf_count,
+           found.nan_count,
+           std::sqrt(found.sum_of_squares),
+           found.largest,
+           pair.saturated});
+      report.overflow |= found.inf_count + found.nan_count > 0;
+      sum_of_squares += found.sum_of_squares;
+      if (std::isnan(found.largest) || found.largest > report.largest) {
+        report.largest = found.largest;
+      }
+    }
+  }
+  report.norm = std::sqrt(sum_of_squares);
+  // By position where several devices took part.
+  std::stable_sort(
+      report.tensors.begin(),
+      report.tensors.end(),
+      [](const TensorReport& a, const TensorReport& b) {
+        return std::pair(a.group, a.index) < std::pair(b.group, b.index);
+      });
+  return report;
+}
+
+void MasterWeights::restore_scaled_gradients(double ratio) {
+  auto& impl = *impl_;
+  if (impl.natives_scaled) {
+    impl.scale_natives_back(nullptr);
+    impl.natives_scaled = false;
+  }
+  if (ratio != 1.0) {
+    impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
+      const auto& gradient = gradient_of(pair.model);
+      if (gradient.defined() && (pair.master.defined() || pair.native())) {
+        impl.add_scale(pair.model, ratio);
+      }
+    });
+    impl.run_scales(ratio);
+  }
+}
+
+// Lists the gradients that the inner optimizer sees, to be measured as they
+// are.
+void MasterWeights::Impl::list_gradients(detail::Staging& staging) {
+  for (auto& lists : measuring) {
+    lists.gradients.clear();
+  }
+  for_each([&](Pair& pair, std::int64_t, std::int64_t) {
+    const auto& gradient = gradient_of(pair.visible());
+    if (!gradient.defined() || !is_supported(gradient.scalar_type())) {
+      return;
+    }
+    const auto values = values_of(gradient);
+    const auto& dense = values.is_non_overlapping_and_dense()
+        ? values
+        : staging.readable(values, values.contiguous());
+    lists(measuring, values.device())
+        .gradients.push_back(
+            {dense.const_data_ptr(),
+             nullptr,
+             dense.numel(),
+             dense.scalar_type(),
+             dense.scalar_type() == at::kDouble ? at::kDouble : at::kFloat,
+             false});
+    pair.measured_gradient.record(gradient);
+  });
+}
+
+double MasterWeights::gradient_norm(double norm_type) {
+  const at::NoGradGuard no_grad;
+  auto& impl = *impl_;
+  detail::Staging staging;
+  if (norm_type == -HUGE_VAL) {
+    double smallest = HUGE_VAL;
+    impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
+      const auto& gradient = gradient_of(pair.visible());
+      if (gradient.defined() && gradient.numel() > 0) {
+        const auto least = values_of(gradient).abs().min().item<double>();
+        smallest = least < smallest || std::isnan(least) ? least : smallest;
+      }
+    });
+    return std::isinf(smallest) ? 0.0 : smallest;
+  }
+  if (norm_type != 2.0 && norm_type != HUGE_VAL) {
+    impl.list_gradients(staging);
+    double sum = 0.0;
+    for (auto& lists : impl.measuring) {
+      sum += lists.kernels->sum_of_powers(lists.gradients, norm_type);
+    }
+    return norm_type == 0.0 ? sum : std::pow(sum, 1.0 / norm_type);
+  }
+  bool fresh = impl.measured;
+  std::size_t count = 0;
+  impl.for_each([&](const Pair& pair, std::int64_t, std::int64_t) {
+    const auto& gradient = gradient_of(pair.visible());
+    if (gradient.defined()) {
+      ++count;
+      fresh = fresh && pair.measured_gradient.unchanged(gradient);
+    }
+  });
+  for (const auto& lists : impl.devices) {
+    count -= lists.gradients.size();
+  }
+  fresh = fresh && count == 0;
+  if (!fresh) {
+    impl.measured = false;
+    impl.list_gradients(staging);
+    const Factor one;
+    for (auto& lists : impl.measuring) {
+      lists.kernels->take_gradients(lists.gradients, &one);
+    }
+  }
+  double sum_of_squares = 0.0;
+  double largest = 0.0;
+  for (auto& lists : fresh ? impl.devices : impl.measuring) {
+    for (const auto& found : lists.kernels->gradient_stats()) {
+      sum_of_squares += found.sum_of_squares;
+      if (std::isnan(found.largest) || found.largest > largest) {
+        largest = found.largest;
+      }
+    }
+  }
+  return norm_type == 2.0 ? std::sqrt(sum_of_squares) : largest;
+}
+
+void MasterWeights::scale_gradients(double coefficient) {
+  auto& impl = *impl_;
+  const auto factor = Factor::of(coefficient);
+  impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
+    const auto& gradient = gradient_of(pair.visible());
+    if (!gradient.defined()) {
+      return;
+    }
+    const bool taken = pair.taken_gradient.unchanged(gradient);
+    const auto& parameter = pair.visible();
+    impl.add_scale(parameter, coefficient);
+    if (pair.native()) {
+      pair.native_factor *= applied(factor, pair.model.scalar_type());
+      if (pair.native_factor == 0.0) {
+        pair.native_factor = 1.0; // all zeros now, on any scale
+      }
+      impl.natives_scaled = true;
+      if (taken) {
+        pair.taken_gradient.record(gradient_of(parameter));
+      }
+    }
+  });
+  impl.run_scales(coefficient);
+  impl.measured = false;
+}
+
+ParamGroups MasterWeights::master_gradients() const {
+  return impl_->collect([](const Pair& pair, std::vector<at::Tensor>& group) {
+    group.push_back(gradient_of(pair.visible()));
+  });
+}
+
+void MasterWeights::zero_grad(bool set_to_none) {
+  auto& impl = *impl_;
+  const auto clear = [&](const at::Tensor& parameter) {
+    auto& gradient = parameter.mutable_grad();
+    if (!gradient.defined()) {
+      return;
+    }
+    if (set_to_none) {
+      gradient.reset();
+      return;
+    }
+    if (gradient.requires_grad()) {
+      gradient.detach_();
+    }
+    if (gradient.layout() == at::kStrided &&
+        gradient.is_non_overlapping_and_dense() &&
+        detail::has_kernels(gradient.device().type())) {
+      impl.lists(gradient.device())
+          .zeros.push_back(
+              {gradient.data_ptr(),
+               static_cast<std::int64_t>(gradient.nbytes())});
+      bump_version(gradient);
+    } else {
+      const at::NoGradGuard no_grad;
+      gradient.zero_();
+    }
+  };
+  impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
+    clear(pair.model);
+    if (pair.master.defined()) {
+      clear(pair.master);
+    }
+    pair.native_factor = 1.0;
+  });
+  for (auto& lists : impl.devices) {
+    lists.kernels->zero_(lists.zeros);
+    lists.zeros.clear();
+  }
+  impl.natives_scaled = false;
+  impl.measured = false;
+}
+
+std::optional<TensorReport> MasterWeights::waiting_gradient(bool native) const {
+  std::optional<TensorReport> waiting;
+  impl_->for_each([&](Pair& pair, std::int64_t group, std::int64_t index) {
+    const auto& gradient = gradient_of(pair.model);
+    if (waiting || !gradient.defined() ||
+        pair.taken_gradient.unchanged(gradient) ||
+        !(pair.master.defined() || is_half(pair.model.scalar_type()) ||
+          (native && pair.native()))) {
+      return;
+    }
+    const at::NoGradGuard no_grad;
+    if (values_of(gradient).ne(0).any().item<bool>()) {
+      waiting = TensorReport{group, index, pair.model, 0, 0, 0.0, 0.0, false};
+    }
+  });
+  return waiting;
+}
+
+} // namespace fp16core

@@ -1,0 +1,435 @@
+"""The loss scalers: their rule, their arguments, and scalers of other kinds."""
+
+import copy
+import json
+import pathlib
+import pickle
+import re
+from itertools import chain, repeat
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from fp16core import DynamicLossScaler, FP16_Optimizer, LossScaler
+from helpers import HALF_DTYPES, INF, NAN, ScaleModel, half, masters, single, train
+
+DATA = pathlib.Path(__file__).parent / "data"
+TRACES = json.loads((DATA / "scale_traces.json").read_text())
+
+# The rule.
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=f"{name}-{index}-{case['label']}".replace(" ", "_"))
+        for name, policy in TRACES.items()
+        for index, case in enumerate(policy["cases"])
+    ],
+)
+def test_moves_like_the_recorded_originals(case: dict[str, Any]) -> None:
+    scaler = DynamicLossScaler(**case["config"])
+    wanted = chain.from_iterable(repeat(value, n) for value, n in case["scale"])
+    for step, (flag, want) in enumerate(zip(case["overflow"], wanted, strict=True)):
+        scaler.update_scale(flag == "1")
+        assert scaler.loss_scale == want, f"after update {step}"
+
+
+@settings(deadline=None)  # a busy machine pauses any example
+@given(
+    overflows=st.lists(st.booleans(), max_size=60),
+    scale=st.floats(1e-3, 1e30),
+    factor=st.floats(1.001, 16.0),
+    window=st.integers(1, 6) | st.sampled_from([1.5, 2.5]),
+    floor=st.floats(1e-6, 1e6),
+    shift=st.integers(1, 4),
+    consecutive=st.booleans(),
+)
+def test_moves_like_its_model(
+    overflows: list[bool],
+    scale: float,
+    factor: float,
+    window: float,
+    floor: float,
+    shift: int,
+    consecutive: bool,
+) -> None:
+    scaler = DynamicLossScaler(scale, factor, window, floor, shift, consecutive)
+    model = ScaleModel(scale, factor, window, floor, shift, consecutive)
+    for count, overflow in enumerate(overflows, start=1):
+        scaler.update_scale(overflow)
+        assert scaler.loss_scale == model.update(overflow)
+        assert scaler.cur_iter == count
+        assert scaler.cur_hysteresis == model.tolerance + 1
+    last = max((i for i, bad in enumerate(overflows) if bad), default=-1)
+    assert scaler.last_overflow_iter == last
+
+
+def test_defaults_are_the_originals() -> None:
+    scaler = DynamicLossScaler()
+    assert scaler.loss_scale == scaler.cur_scale == 2.0**32
+    assert (scaler.scale_factor, scaler.scale_window, scaler.min_scale) == (2, 1000, 1)
+    assert (scaler.delayed_shift, scaler.consecutive_hysteresis) == (1, False)
+    assert (scaler.cur_iter, scaler.last_overflow_iter) == (0, -1)
+    assert scaler.cur_hysteresis == 1
+    assert LossScaler().loss_scale == 1.0
+
+
+def test_a_growth_beyond_float64_is_not_stored() -> None:
+    scaler = DynamicLossScaler(2.0**1023, scale_window=1)
+    scaler.update_scale(False)
+    assert scaler.loss_scale == 2.0**1023
+    scaler.update_scale(True)
+    assert scaler.loss_scale == 2.0**1022
+
+
+def test_a_static_scaler_stays_where_it_is() -> None:
+    scaler = LossScaler(8.0)
+    scaler.update_scale(True)
+    scaler.update_scale(False)
+    assert scaler.loss_scale == 8.0
+    assert scaler.dynamic is False
+    assert DynamicLossScaler().dynamic is True
+
+
+# Arguments and attributes.
+
+# The reciprocal of a scale has to be finite in float32.
+A_SCALE = "finite and greater than 0"
+
+BAD_ARGUMENTS = [
+    *[("init_scale", v, A_SCALE) for v in (0, -2.0, INF, NAN)],
+    *[("min_scale", v, A_SCALE) for v in (0, -2.0, INF, NAN)],
+    *[(name, 2.0**-127, "at least 2^-126") for name in ("init_scale", "min_scale")],
+    *[("scale_factor", v, "finite and greater than 1") for v in (1, 0.5, INF, NAN)],
+    *[("scale_window", v, "finite and at least 1") for v in (0, -1, INF, NAN)],
+    *[("delayed_shift", v, "at least 1") for v in (0, -1)],
+]
+
+
+@pytest.mark.parametrize("name, value, rule", BAD_ARGUMENTS)
+def test_arguments_without_sense_are_named(name: str, value: float, rule: str) -> None:
+    message = f"DynamicLossScaler: {name} must be {rule}, but got {value:.12g}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        DynamicLossScaler(**{name: value})
+    if name == "init_scale":
+        return
+    scaler = DynamicLossScaler()
+    before = getattr(scaler, name)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        setattr(scaler, name, value)
+    assert getattr(scaler, name) == before
+
+
+@pytest.mark.parametrize(
+    "value, good",
+    [(v, A_SCALE) for v in (0, -1.0, INF, NAN)]
+    + [(v, "at least 2^-126") for v in (2.0**-127, 1e-320)],
+)
+def test_static_scales_without_sense_are_refused(value: float, good: str) -> None:
+    rule = re.escape(f"must be {good}, but got {value:.12g}")
+    with pytest.raises(ValueError, match=f"^LossScaler: scale {rule}$"):
+        LossScaler(value)
+    for scaler in (LossScaler(4.0), DynamicLossScaler(4.0)):
+        name = type(scaler).__name__
+        with pytest.raises(ValueError, match=f"^{name}.loss_scale: {rule}$"):
+            scaler.cur_scale = value
+        assert scaler.loss_scale == 4.0
+
+
+def test_the_smallest_scale_is_good() -> None:
+    native = single(1.0)
+    optimizer = FP16_Optimizer(
+        torch.optim.SGD([native], lr=0.5), static_loss_scale=2.0**-126, verbose=False
+    )
+    train(optimizer, native.sum())
+    assert native.item() == 0.5
+
+
+def test_a_tolerance_below_one_is_refused() -> None:
+    scaler = DynamicLossScaler(delayed_shift=3)
+    with pytest.raises(
+        ValueError,
+        match="^DynamicLossScaler.cur_hysteresis: must be at least 1, but got 0$",
+    ):
+        scaler.cur_hysteresis = 0
+    assert scaler.cur_hysteresis == 3
+
+
+@pytest.mark.parametrize("kwargs", [{"init_scale": "8"}, {"scale_windw": 4}])
+def test_arguments_of_another_type_are_a_type_error(kwargs: dict[str, Any]) -> None:
+    with pytest.raises(TypeError):
+        DynamicLossScaler(**kwargs)
+
+
+ATTRIBUTES = {
+    "cur_scale": 64.0,
+    "cur_iter": 7,
+    "last_overflow_iter": 5,
+    "cur_hysteresis": 2,
+    "scale_factor": 4.0,
+    "scale_window": 3,
+    "min_scale": 2.0,
+    "delayed_shift": 3,
+    "consecutive_hysteresis": True,
+}
+
+
+@pytest.mark.parametrize("name, value", ATTRIBUTES.items())
+def test_attributes_can_be_read_and_set(name: str, value: float) -> None:
+    scaler = DynamicLossScaler()
+    assert getattr(scaler, name) != value
+    setattr(scaler, name, value)
+    assert getattr(scaler, name) == value
+
+
+def test_attributes_that_are_set_take_part_in_the_rule() -> None:
+    scaler = DynamicLossScaler()
+    for name, value in ATTRIBUTES.items():
+        setattr(scaler, name, value)
+    # Iteration 8 is the third after the overflow at 5: it grows by 4.
+    scaler.cur_iter = 8
+    scaler.update_scale(False)
+    assert scaler.loss_scale == 256.0
+    assert scaler.cur_hysteresis == 3
+
+
+def test_there_is_one_copy_of_the_state_inside_an_optimizer() -> None:
+    param = half(1.0)
+    optimizer = FP16_Optimizer(
+        torch.optim.SGD([param], lr=0.5),
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": 16.0},
+        verbose=False,
+    )
+    scaler = optimizer.loss_scaler
+    assert optimizer.loss_scaler is scaler
+    train(optimizer, param.float().sum() * INF)
+    assert (scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter) == (8, 1, 0)
+    scaler.cur_scale = 4.0
+    scaler.scale_factor = 4.0
+    train(optimizer, param.float().sum() * INF)
+    assert optimizer.loss_scale == 1.0
+
+
+@pytest.mark.parametrize(
+    "again",
+    [copy.copy, copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_scalers_can_be_copied_with_all_they_know(again: Any) -> None:
+    scaler = DynamicLossScaler()
+    for name, value in ATTRIBUTES.items():
+        setattr(scaler, name, value)
+    twin = again(scaler)
+    assert type(twin) is DynamicLossScaler
+    assert {name: getattr(twin, name) for name in ATTRIBUTES} == ATTRIBUTES
+    twin.update_scale(True)
+    assert scaler.cur_iter == ATTRIBUTES["cur_iter"]
+    assert again(LossScaler(8.0)).loss_scale == 8.0
+
+
+class Patient(DynamicLossScaler):
+    """A subclass that tells how often it was asked."""
+
+    calls = 0
+
+    def update_scale(self, overflow: bool) -> None:
+        self.calls += 1
+        super().update_scale(overflow)
+
+
+def test_a_subclass_is_copied_as_itself() -> None:
+    scaler = Patient(16.0)
+    scaler.calls = 3
+    twin = copy.deepcopy(scaler)
+    assert type(twin) is Patient
+    assert twin.loss_scale == 16.0
+    assert twin.calls == 3
+
+
+def test_reprs_say_what_matters() -> None:
+    assert repr(LossScaler(8)) == "LossScaler(scale=8)"
+    assert repr(DynamicLossScaler(8)) == (
+        "DynamicLossScaler(cur_scale=8, scale_factor=2, scale_window=1000, "
+        "min_scale=1, delayed_shift=1, consecutive_hysteresis=False)"
+    )
+
+
+# Methods on tensors.
+
+
+@pytest.mark.parametrize("dtype", [*HALF_DTYPES, torch.float32, torch.float64])
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+def test_has_overflow_looks_at_gradients(dtype: torch.dtype, bad: float) -> None:
+    fine, without, broken = (half(1.0, 2.0, dtype=dtype) for _ in range(3))
+    fine.grad = torch.tensor([1.0, -2.0], dtype=dtype)
+    broken.grad = torch.tensor([1.0, bad], dtype=dtype)
+    scaler = DynamicLossScaler()
+    assert scaler.has_overflow([fine, without]) is False
+    assert scaler.has_overflow(iter([fine, without, broken])) is True
+    assert scaler.has_overflow([]) is False
+    assert LossScaler().has_overflow([broken]) is False
+    assert DynamicLossScaler._has_inf_or_nan(broken.grad) is True
+    assert scaler._has_inf_or_nan(fine.grad) is False
+    assert LossScaler._has_inf_or_nan(broken.grad) is False
+
+
+def test_large_finite_gradients_are_no_overflow() -> None:
+    largest = torch.full((1000,), torch.finfo(torch.float32).max)
+    assert DynamicLossScaler._has_inf_or_nan(largest) is False
+    assert DynamicLossScaler._has_inf_or_nan(torch.empty(0)) is False
+
+
+@pytest.mark.parametrize("kind", [LossScaler, DynamicLossScaler])
+def test_backward_and_scale_gradient_scale(kind: Any) -> None:
+    scaler = kind(8.0)
+    param = single(1.0)
+    loss = (param * 2).sum()
+    scaler.backward(loss, retain_graph=True)
+    scaler.backward(loss)
+    assert param.grad is not None
+    assert param.grad.item() == 32.0
+    scaled = scaler.scale_gradient(None, (torch.ones(1), None), None)
+    assert scaled[0].item() == 8.0
+    assert scaled[1] is None
+
+
+# Scalers of other kinds in an optimizer.
+
+
+class Foreign:
+    """Anything with a loss_scale and update_scale."""
+
+    def __init__(self, scale: float) -> None:
+        self.cur_scale = scale
+        self.flags: list[bool] = []
+
+    @property
+    def loss_scale(self) -> float:
+        return self.cur_scale
+
+    def update_scale(self, overflow: bool) -> None:
+        self.flags.append(overflow)
+        self.cur_scale *= 0.25 if overflow else 2.0
+
+
+def wrap(*params: torch.Tensor) -> FP16_Optimizer:
+    return FP16_Optimizer(torch.optim.SGD(list(params), lr=0.5), verbose=False)
+
+
+def test_a_foreign_scaler_drives_the_scale() -> None:
+    param = half(1.0)
+    optimizer = wrap(param)
+    scaler = Foreign(16.0)
+    optimizer.loss_scaler = scaler
+    assert optimizer.loss_scaler is scaler
+    assert optimizer.dynamic_loss_scale is True
+    optimizer.backward(param.float().sum())
+    assert param.grad is not None and param.grad.item() == 16.0
+    assert masters(optimizer)[0].grad.item() == 1.0
+    optimizer.step()
+    assert optimizer.loss_scale == 32.0
+    train(optimizer, param.float().sum() * NAN)
+    assert optimizer.loss_scale == 8.0
+    assert scaler.flags == [False, True]
+    assert all(type(flag) is bool for flag in scaler.flags)
+    optimizer.loss_scale = 2.0
+    assert scaler.cur_scale == 2.0
+
+
+def test_a_subclass_that_overrides_the_rule_is_obeyed() -> None:
+    param = half(1.0)
+    optimizer = wrap(param)
+    optimizer.loss_scaler = scaler = Patient(16.0)
+    train(optimizer, param.float().sum() * INF)
+    train(optimizer, param.float().sum())
+    assert optimizer.loss_scaler is scaler
+    assert scaler.calls == 2
+    assert optimizer.loss_scale == 8.0
+
+
+def test_a_subclass_that_overrides_the_scale_is_obeyed() -> None:
+    class Halved(DynamicLossScaler):
+        @property
+        def loss_scale(self) -> float:
+            return self.cur_scale / 2
+
+    param = half(1.0)
+    optimizer = wrap(param)
+    optimizer.loss_scaler = Halved(16.0)
+    assert optimizer.loss_scale == 8.0
+    optimizer.backward(param.float().sum())
+    assert param.grad is not None and param.grad.item() == 8.0
+
+
+def test_a_scaler_may_be_shared_by_two_optimizers() -> None:
+    first, second = half(1.0), half(1.0)
+    one, two = wrap(first), wrap(second)
+    one.loss_scaler = two.loss_scaler = DynamicLossScaler(16.0)
+    train(one, first.float().sum() * INF)
+    assert two.loss_scale == 8.0
+
+
+def test_a_new_scaler_takes_effect_with_the_next_backward() -> None:
+    param, native = half(1.0), single(1.0)
+    optimizer = FP16_Optimizer(
+        torch.optim.SGD([param, native], lr=0.5), static_loss_scale=8.0, verbose=False
+    )
+    loss = param.float().sum() + native.sum()
+    optimizer.backward(loss, update_master_grads=False)
+    optimizer.loss_scaler = LossScaler(2.0)
+    optimizer.update_master_grads()
+    assert masters(optimizer)[0].grad.item() == 1.0
+    optimizer.step()
+    train(optimizer, param.float().sum())
+    assert param.grad is not None and param.grad.item() == 2.0
+
+
+@pytest.mark.parametrize("thing", [None, 8.0, object()])
+def test_refuses_what_is_no_scaler(thing: Any) -> None:
+    optimizer = wrap(half(1.0))
+    before = optimizer.loss_scaler
+    with pytest.raises(
+        TypeError,
+        match="^FP16_Optimizer.loss_scaler: must have loss_scale and update_scale, "
+        "but got",
+    ):
+        optimizer.loss_scaler = thing
+    assert optimizer.loss_scaler is before
+
+
+def test_an_error_in_a_foreign_scaler_comes_out() -> None:
+    class Failing(Foreign):
+        def update_scale(self, overflow: bool) -> None:
+            raise KeyError("of the scaler")
+
+    param = half(1.0)
+    optimizer = wrap(param)
+    optimizer.loss_scaler = Failing(2.0)
+    with pytest.raises(KeyError, match="of the scaler"):
+        train(optimizer, param.float().sum())
+    assert param.item() == 1.0
+
+
+def test_a_foreign_scaler_that_never_moves_ends_a_closure() -> None:
+    class Stubborn(Foreign):
+        def update_scale(self, overflow: bool) -> None:
+            self.flags.append(overflow)
+
+    param = half(1.0)
+    optimizer = wrap(param)
+    optimizer.loss_scaler = Stubborn(2.0)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (param.float() * NAN).sum()
+        optimizer.backward(loss)
+        return loss
+
+    assert optimizer.step(closure) is None
+    assert optimizer.steps_skipped == 1
+    assert param.item() == 1.0
