@@ -58,11 +58,12 @@ const at::Tensor& Staging::writable(
   return held_.back();
 }
 
-void Staging::write_back() {
+bool Staging::write_back() {
   const at::NoGradGuard no_grad;
   for (auto& [tensor, stand_in] : to_write_) {
     tensor.copy_(stand_in);
   }
+  return !to_write_.empty();
 }
 
 } // namespace fp16core::detail

@@ -34,7 +34,8 @@ class Staging {
       const at::Tensor& like,
       bool read);
 
-  void write_back();
+  /// Returns whether there was anything to write.
+  bool write_back();
 
  private:
   // A list, since references to its elements are handed out.

@@ -169,6 +169,50 @@ void MasterWeights::Impl::scale_natives_back(const Factor* keep) {
   } while (factor != 1.0);
 }
 
+// Prepares one gradient for the kernel: where it is read, where it is written.
+detail::GradientItem MasterWeights::Impl::gradient_item(
+    Pair& pair,
+    const Factor& factor,
+    detail::Staging& staging) {
+  const auto& gradient = gradient_of(pair.model);
+  detail::GradientItem item{};
+  item.source_type = gradient.scalar_type();
+  item.destination_type = at::kFloat;
+  item.unscale = true;
+  if (pair.native()) {
+    const auto values = values_of(own_gradient(pair.model));
+    const auto& dense = values.is_non_overlapping_and_dense()
+        ? values
+        : staging.writable(values, values.contiguous(), true);
+    const double wanted = applied(factor, item.source_type);
+    item.unscale = pair.native_factor != wanted;
+    const bool write = item.unscale && wanted != 1.0;
+    item.source = dense.const_data_ptr();
+    item.destination = write ? dense.data_ptr() : nullptr;
+    item.destination_type = item.source_type;
+    item.numel = dense.numel();
+    if (write) {
+      bump_version(gradient_of(pair.model));
+    }
+    pair.native_factor = wanted;
+    natives_scaled |= wanted != 1.0;
+  } else if (gradient.is_sparse()) {
+    auto& target = pair.master.mutable_grad();
+    target = widen_sparse(pair, gradient);
+    const auto values = target._values();
+    item.source_type = at::kFloat;
+    item.source = item.destination = values.data_ptr();
+    item.numel = values.numel();
+  } else {
+    const auto& target = master_gradient(pair);
+    item.source = staging.readable(gradient, pair.master).const_data_ptr();
+    item.destination = target.data_ptr();
+    item.numel = target.numel();
+    bump_version(target);
+  }
+  return item;
+}
+
 void MasterWeights::take_gradients(double scale) {
   const at::NoGradGuard no_grad;
   auto& impl = *impl_;
@@ -191,67 +235,28 @@ void MasterWeights::take_gradients(double scale) {
     lists.gradient_positions.clear();
   }
   impl.for_each([&](Pair& pair, std::int64_t group, std::int64_t index) {
-    const auto& gradient = gradient_of(pair.model);
-    if (!gradient.defined()) {
+    if (!gradient_of(pair.model).defined()) {
       pair.taken_gradient.forget();
       if (pair.master.defined()) {
         pair.master.mutable_grad().reset();
       }
-      return;
+    } else if (pair.master.defined() || pair.native()) {
+      const auto item = impl.gradient_item(pair, factor, staging);
+      auto& lists = impl.lists(pair.visible().device());
+      lists.gradients.push_back(item);
+      lists.gradient_positions.emplace_back(group, index);
+      pair.see_gradients();
     }
-    detail::GradientItem item{};
-    item.source_type = gradient.scalar_type();
-    item.unscale = true;
-    c10::Device device = pair.visible().device();
-    if (pair.master.defined() && gradient.is_sparse()) {
-      auto& target = pair.master.mutable_grad();
-      target = impl.widen_sparse(pair, gradient);
-      const auto values = target._values();
-      item.source_type = at::kFloat;
-      item.source = item.destination = values.data_ptr();
-      item.numel = values.numel();
-    } else if (pair.master.defined()) {
-      const auto& target = impl.master_gradient(pair);
-      item.source = staging.readable(gradient, pair.master).const_data_ptr();
-      item.destination = target.data_ptr();
-      item.numel = target.numel();
-      bump_version(target);
-    } else if (pair.native()) {
-      const auto values = values_of(own_gradient(pair.model));
-      const double wanted = applied(factor, pair.model.scalar_type());
-      item.unscale = pair.native_factor != wanted;
-      const bool write = item.unscale && wanted != 1.0;
-      const auto& dense = values.is_non_overlapping_and_dense()
-          ? values
-          : staging.writable(values, values.contiguous(), true);
-      item.source = dense.const_data_ptr();
-      item.destination = write ? dense.data_ptr() : nullptr;
-      item.numel = dense.numel();
-      if (write) {
-        bump_version(gradient_of(pair.model));
-      }
-      pair.native_factor = wanted;
-      impl.natives_scaled |= wanted != 1.0;
-    } else {
-      return; // frozen, of a kind that is none of our business
-    }
-    item.destination_type =
-        item.source_type == at::kDouble && !pair.master.defined() ? at::kDouble
-                                                                  : at::kFloat;
-    auto& lists = impl.lists(device);
-    lists.gradients.push_back(item);
-    lists.gradient_positions.emplace_back(group, index);
   });
   for (auto& lists : impl.devices) {
     lists.kernels->take_gradients(lists.gradients, &factor);
   }
-  staging.write_back();
-  for (auto& lists : impl.devices) {
-    for (const auto& [group, index] : lists.gradient_positions) {
-      auto& pair = impl.groups[group][index];
-      pair.taken_gradient.record(gradient_of(pair.model));
-      pair.measured_gradient.record(gradient_of(pair.visible()));
-    }
+  if (staging.write_back()) {
+    impl.for_each([](Pair& pair, std::int64_t, std::int64_t) {
+      if (pair.native() && gradient_of(pair.model).defined()) {
+        pair.see_gradients(); // again, since copies bump versions
+      }
+    });
   }
   impl.measured = true;
 }

@@ -77,6 +77,12 @@ struct MasterWeights::Pair {
         model.scalar_type() != model_type || model.device() != model_device;
   }
 
+  // Remembers the gradients as an update leaves them.
+  void see_gradients() {
+    taken_gradient.record(detail::gradient_of(model));
+    measured_gradient.record(detail::gradient_of(visible()));
+  }
+
   void see_model() {
     model_data = model.const_data_ptr();
     model_version = detail::version_of(model);
@@ -161,6 +167,10 @@ struct MasterWeights::Impl {
       std::int64_t group,
       std::int64_t index) const;
   at::Tensor widen_sparse(const Pair& pair, const at::Tensor& gradient) const;
+  detail::GradientItem gradient_item(
+      Pair& pair,
+      const detail::Factor& factor,
+      detail::Staging& staging);
   void add_scale(const at::Tensor& parameter, double factor);
   void run_scales(double factor);
   void scale_natives_back(const detail::Factor* keep);
