@@ -73,7 +73,9 @@ format: $(ENVIRONMENT) ## Rewrite the sources as lint wants them
 	$(BIN)/gersemi -i $(CMAKE_FILES)
 
 dev: ## Build for working on the sources, then: PYTHONPATH=build/site pytest
+	folder=$$(sh cpp/tests/get_doctest.sh $(BUILD)/doctest) && \
 	cmake -S . -B $(BUILD)/dev -G Ninja -DFP16CORE_BUILD_TESTS=ON \
+	  -DFP16CORE_DOCTEST_DIR="$$folder" \
 	  -DPython_EXECUTABLE="$$(command -v $(PYTHON))"
 	cmake --build $(BUILD)/dev
 	cmake --install $(BUILD)/dev --prefix $(BUILD)/site/fp16core >/dev/null

@@ -460,3 +460,21 @@ def test_waiting_zeros_and_cleared_gradients_are_no_error() -> None:
     s.optimizer.zero_grad()
     s.optimizer.step()
     assert s.weights() == [0.0, 0.0]
+
+
+def test_a_clip_that_gives_nan_leaves_no_trap() -> None:
+    # Without the overflow check NaN reaches the gradients; going on must not hang.
+    native = single(1.0)
+    optimizer = FP16_Optimizer(
+        torch.optim.SGD([native], lr=1.0),
+        static_loss_scale=8.0,
+        verbose=False,
+        check_overflow=False,
+    )
+    optimizer.backward((native * float("nan")).sum())
+    optimizer.clip_master_grads(1.0)
+    optimizer.backward(native.sum())
+    assert native.grad is not None and native.grad.isnan().all()
+    optimizer.zero_grad()
+    optimizer.backward(native.sum())
+    assert native.grad.item() == 1.0

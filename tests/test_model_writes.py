@@ -263,3 +263,20 @@ def test_our_own_writes_are_seen_by_others() -> None:
     version = param._version
     tiny_step(param)
     assert param._version > version
+
+
+def test_a_write_inside_a_closure_reaches_the_master() -> None:
+    weight = half(4.0, 0.25)
+    optimizer = FP16_Optimizer(torch.optim.SGD([weight], lr=0.5), verbose=False)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        with torch.no_grad():
+            weight.clamp_(max=1.0)
+        loss = weight.float().sum()
+        optimizer.backward(loss)
+        return loss
+
+    optimizer.step(closure)
+    assert weight.tolist() == [0.5, -0.25]
+    assert masters(optimizer)[0].tolist() == [0.5, -0.25]

@@ -268,3 +268,29 @@ def test_strides_may_change_after_wrapping() -> None:
     weights = torch.arange(6.0).view(2, 3)
     train(optimizer, (param.float() * weights).sum())
     assert_same(param.detach(), (weights - 0.5 * weights).half())
+
+
+def test_groups_that_shrink_leave_a_report_without_them() -> None:
+    first, second = half(1.0), half(1.0)
+    inner = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=1.0)
+    optimizer = FP16_Optimizer(inner, verbose=False)
+    optimizer.backward(first.float().sum() + second.float().sum() * 1e30)
+    assert optimizer.overflow
+    del optimizer.param_groups[1]
+    optimizer.step()
+    assert optimizer.gradient_report().tensors == []
+    assert first.item() == 1.0
+
+
+def test_a_parameter_put_back_into_its_group_keeps_its_master() -> None:
+    weight = half(1.0)
+    optimizer = FP16_Optimizer(
+        torch.optim.SGD([weight], lr=2.0**-14, momentum=0.5), verbose=False
+    )
+    train(optimizer, weight.float().sum())
+    (master,) = masters(optimizer)
+    optimizer.param_groups[0]["params"] = [weight]
+    train(optimizer, weight.float().sum())
+    assert masters(optimizer)[0] is master
+    # The rounded weight has lost the first step: 2^-14 is below half a spacing.
+    assert master.item() == 1.0 - 2.0**-14 - 1.5 * 2.0**-14

@@ -17,7 +17,11 @@ using State = DynamicLossScaleState;
 // Drives any Python object that has `loss_scale` and `update_scale`.
 class PythonLossScaler final : public LossScaler {
  public:
-  explicit PythonLossScaler(nb::handle object) : object_(object) {}
+  explicit PythonLossScaler(nb::handle object) : object_(object) {
+    if (nb::isinstance<DynamicLossScaler>(object)) {
+      base_ = nb::inst_ptr<DynamicLossScaler>(object);
+    }
+  }
 
   double loss_scale() const override {
     const nb::gil_scoped_acquire gil;
@@ -39,11 +43,18 @@ class PythonLossScaler final : public LossScaler {
   // Whatever it is, it may move the scale.
   bool dynamic() const override { return true; }
 
-  // Its rule is unknown, so what it did at the last overflow has to tell.
-  bool at_floor() const override { return stuck_; }
+  // Where the rule is unknown, what it did at the last overflow has to tell.
+  bool at_floor() const override {
+    return base_ != nullptr ? base_->at_floor() : stuck_;
+  }
+
+  std::int64_t overflows_tolerated() const override {
+    return base_ != nullptr ? base_->overflows_tolerated() : 0;
+  }
 
  private:
   nb::handle object_;
+  const DynamicLossScaler* base_ = nullptr;
   bool stuck_ = false;
 };
 

@@ -129,6 +129,13 @@ void MasterWeights::Impl::add_scale(
   bump_version(gradient);
 }
 
+// An exception may have left entries behind.
+void MasterWeights::Impl::clear_scales() {
+  for (auto& lists : devices) {
+    lists.scales.clear();
+  }
+}
+
 void MasterWeights::Impl::run_scales(double value) {
   const auto factor = Factor::of(value);
   for (auto& lists : devices) {
@@ -144,6 +151,7 @@ void MasterWeights::Impl::scale_natives_back(const Factor* keep) {
   double factor = 1.0;
   do {
     factor = 1.0;
+    clear_scales();
     for_each([&](Pair& pair, std::int64_t, std::int64_t) {
       const auto& gradient = gradient_of(pair.model);
       // A gradient new at an update is scaled; before a backward pass, what
@@ -316,6 +324,7 @@ void MasterWeights::restore_scaled_gradients(double ratio) {
     impl.natives_scaled = false;
   }
   if (ratio != 1.0) {
+    impl.clear_scales();
     impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
       const auto& gradient = gradient_of(pair.model);
       if (gradient.defined() && (pair.master.defined() || pair.native())) {
@@ -413,6 +422,7 @@ double MasterWeights::gradient_norm(double norm_type) {
 void MasterWeights::scale_gradients(double coefficient) {
   auto& impl = *impl_;
   const auto factor = Factor::of(coefficient);
+  impl.clear_scales();
   impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
     const auto& gradient = gradient_of(pair.visible());
     if (!gradient.defined()) {
@@ -423,8 +433,8 @@ void MasterWeights::scale_gradients(double coefficient) {
     impl.add_scale(parameter, coefficient);
     if (pair.native()) {
       pair.native_factor *= applied(factor, pair.model.scalar_type());
-      if (pair.native_factor == 0.0) {
-        pair.native_factor = 1.0; // all zeros now, on any scale
+      if (pair.native_factor == 0.0 || !std::isfinite(pair.native_factor)) {
+        pair.native_factor = 1.0; // zeros or NaN now, on any scale
       }
       impl.natives_scaled = true;
       if (taken) {
@@ -444,6 +454,9 @@ ParamGroups MasterWeights::master_gradients() const {
 
 void MasterWeights::zero_grad(bool set_to_none) {
   auto& impl = *impl_;
+  for (auto& lists : impl.devices) {
+    lists.zeros.clear();
+  }
   const auto clear = [&](const at::Tensor& parameter) {
     auto& gradient = parameter.mutable_grad();
     if (!gradient.defined()) {

@@ -124,9 +124,11 @@ std::vector<Adoption> MasterWeights::ingest(const ParamGroups& groups) {
     // What is new is checked, and all masters are made, before the first pair
     // changes.
     std::unordered_map<const c10::TensorImpl*, Pair*> by_visible;
+    std::unordered_map<const c10::TensorImpl*, Pair*> by_model;
     std::unordered_set<const c10::TensorImpl*> models;
     impl_->for_each([&](Pair& pair, std::int64_t, std::int64_t) {
       by_visible.emplace(pair.visible().unsafeGetTensorImpl(), &pair);
+      by_model.emplace(pair.model.unsafeGetTensorImpl(), &pair);
     });
     std::vector<std::vector<Pair>> fresh(groups.size());
     for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -137,8 +139,13 @@ std::vector<Adoption> MasterWeights::ingest(const ParamGroups& groups) {
         const auto index = static_cast<std::int64_t>(i);
         const auto found = by_visible.find(parameter.unsafeGetTensorImpl());
         Pair pair;
+        const auto returned = by_model.find(parameter.unsafeGetTensorImpl());
         if (found != by_visible.end()) {
           pair = *found->second;
+        } else if (returned != by_model.end()) {
+          // Someone put the model's parameter back: its master is still good.
+          pair = *returned->second;
+          adoptions.push_back({group, index, pair.model, pair.master});
         } else {
           impl_->check_one(parameter, group, index);
           pair.model = parameter;
@@ -156,6 +163,13 @@ std::vector<Adoption> MasterWeights::ingest(const ParamGroups& groups) {
       }
     }
     known = std::move(fresh);
+    // What was found before speaks of positions that are no more.
+    for (auto& lists : impl_->devices) {
+      lists.gradients.clear();
+      lists.gradient_positions.clear();
+    }
+    impl_->measured = false;
+    impl_->snapshot.clear();
   }
   impl_->for_each([&](Pair& pair, std::int64_t group, std::int64_t index) {
     if (pair.late_half()) {
@@ -447,6 +461,9 @@ void MasterWeights::take_snapshot() {
 void MasterWeights::rollback() {
   const at::NoGradGuard no_grad;
   impl_->for_each([&](Pair& pair, std::int64_t group, std::int64_t index) {
+    if (impl_->snapshot.empty()) {
+      return;
+    }
     const auto& saved = impl_->snapshot[group][index];
     if (saved.defined()) {
       pair.visible().copy_(saved);

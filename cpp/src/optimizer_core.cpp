@@ -174,9 +174,11 @@ std::string OptimizerCore::first_offender() const {
 }
 
 void OptimizerCore::update_scale(bool overflow, const char* consequence) {
-  const double before = loss_scaler_->loss_scale();
-  loss_scaler_->update_scale(overflow);
-  const double after = loss_scaler_->loss_scale();
+  // Held, since a scaler written by a user might replace itself meanwhile.
+  const auto scaler = loss_scaler_;
+  const double before = scaler->loss_scale();
+  scaler->update_scale(overflow);
+  const double after = scaler->loss_scale();
   const std::string change =
       detail::number(before) + " -> " + detail::number(after);
   if (!overflow) {
@@ -281,6 +283,8 @@ void OptimizerCore::begin_evaluation() {
 Evaluation OptimizerCore::end_evaluation() {
   check_nothing_waits();
   if (!overflow_) {
+    // What the closure wrote to the model, as Embedding(max_norm=...) does.
+    master_weights_.adopt_model_writes();
     if (first_evaluation_) {
       // The inner optimizer has not moved anything yet.
       master_weights_.take_snapshot();

@@ -172,6 +172,7 @@ struct MasterWeights::Impl {
       const detail::Factor& factor,
       detail::Staging& staging);
   void add_scale(const at::Tensor& parameter, double factor);
+  void clear_scales();
   void run_scales(double factor);
   void scale_natives_back(const detail::Factor* keep);
   void list_gradients(detail::Staging& staging);

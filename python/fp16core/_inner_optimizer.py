@@ -36,26 +36,27 @@ def check_optimizer(optimizer: Any, owner: str) -> None:
             f"{type(optimizer).__name__} that is or belongs to an {owner}"
         )
     for number, group in enumerate(optimizer.param_groups):
-        if group.get("differentiable"):
-            raise ValueError(
-                f"{owner}: init_optimizer must not be differentiable, "
-                f"but got differentiable=True in group {number}"
-            )
         if not isinstance(group["params"], list):
             raise TypeError(
                 f"{owner}: the params of a group must be a list, "
                 f"but got {type(group['params']).__name__} in group {number}"
             )
-        check_not_lazy(group["params"], number, owner)
+        check_group(group, number, owner)
 
 
-def check_not_lazy(params: Iterable[Any], group: int, owner: str) -> None:
-    """Raise TypeError for a parameter that has no shape yet."""
-    for index, param in enumerate(params):
+def check_group(group: dict[str, Any], number: int, owner: str) -> None:
+    """Raise ValueError for a group whose steps are to be differentiated, and
+    TypeError for a parameter that has no shape yet."""
+    if group.get("differentiable"):
+        raise ValueError(
+            f"{owner}: init_optimizer must not be differentiable, "
+            f"but got differentiable=True in group {number}"
+        )
+    for index, param in enumerate(group["params"]):
         if is_lazy(param):
             raise TypeError(
                 f"{owner}: parameters must be initialized, "
-                f"but got a lazy one as group {group}, index {index}"
+                f"but got a lazy one as group {number}, index {index}"
             )
 
 

@@ -15,7 +15,7 @@ from fp16core import _checkpoint, _core
 from fp16core._core import Evaluation, ModelWrites, OnMinScale
 from fp16core._inner_optimizer import (
     adopt,
-    check_not_lazy,
+    check_group,
     check_optimizer,
     mark_wrapped,
     tell_schedulers,
@@ -254,7 +254,8 @@ class FP16_Optimizer(torch.optim.Optimizer):
                 :meth:`backward` and returns the loss, for optimizers that evaluate
                 it several times. An evaluation that overflows lowers the scale and
                 is repeated. An overflow that no lower scale can cure skips the step
-                if it is the first evaluation's, and is an error in a later one.
+                if it is the first evaluation's, and is an error in a later one; to
+                undo the step then, the trained weights are copied meanwhile.
 
         Returns:
             What the wrapped optimizer's step returns; None if the step was skipped.
@@ -502,7 +503,8 @@ class FP16_Optimizer(torch.optim.Optimizer):
         if not isinstance(params, set):
             listed = [params] if isinstance(params, torch.Tensor) else params
             tensors = [p[1] if isinstance(p, tuple) else p for p in listed]
-            check_not_lazy(tensors, len(self.param_groups), "FP16_Optimizer")
+            group = {**param_group, "params": tensors}
+            check_group(group, len(self.param_groups), "FP16_Optimizer")
             self._core.check([{"params": tensors}], len(self.param_groups))
         self.optimizer.add_param_group(param_group)
         self._ingest()
@@ -546,7 +548,14 @@ class FP16_Optimizer(torch.optim.Optimizer):
         if saved.positions is not None:
             adopt(self.optimizer, core.adopt_at(saved.positions))
         core.adopt_model_writes()
-        put_back = _checkpoint.load_inner(self.optimizer, saved.optimizer_state)
+        scaler = core.loss_scaler
+        if saved.scaler is not None and not callable(saved.scaler):
+            core.loss_scaler = saved.scaler
+        try:
+            put_back = _checkpoint.load_inner(self.optimizer, saved.optimizer_state)
+        except BaseException:
+            core.loss_scaler = scaler
+            raise
         if callable(saved.scaler):
             try:
                 saved.scaler()
@@ -569,8 +578,6 @@ class FP16_Optimizer(torch.optim.Optimizer):
                     for i, master in zip(positions, own, strict=True)
                 ]
             core.load_masters(masters)
-            if not callable(saved.scaler):
-                core.loss_scaler = saved.scaler
             core.overflow = saved.overflow
             core.update_pending = saved.update_pending
             core.first_evaluation = True

@@ -31,7 +31,11 @@ class _TensorMethods:
         return tuple(None if g is None else g * scale for g in grad_in)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Run backward on ``loss`` times the loss scale."""
+        """Run backward on ``loss`` times the loss scale.
+
+        For loops without an ``FP16_Optimizer``: one with native parameters has to
+        know when a backward pass begins, so use its ``backward`` or ``scale_loss``.
+        """
         (loss * self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
 
