@@ -43,7 +43,7 @@ class Row:
     task: str
     contestant: str
     seconds: float
-    quartiles: tuple[float, float] | None
+    quartiles: tuple[float, float]
     bytes_per_element: int
     bytes_per_second: float
     to_bare: float | None

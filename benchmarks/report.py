@@ -65,17 +65,13 @@ def table(rows: list[Row]) -> str:
 
 def cells(row: Row) -> tuple[str, ...]:
     """Returns the texts of one row, in the order of HEADINGS."""
-    if row.quartiles is None:
-        quartiles = "-"
-    else:
-        low, high = row.quartiles
-        quartiles = f"{low * 1e3:.3f}-{high * 1e3:.3f}"
+    low, high = row.quartiles
     return (
         row.tensors,
         row.task,
         row.contestant,
         f"{row.seconds * 1e3:.3f}",
-        quartiles,
+        f"{low * 1e3:.3f}-{high * 1e3:.3f}",
         str(row.bytes_per_element),
         f"{row.bytes_per_second / 1e9:.1f}",
         "-" if row.to_bare is None else f"{row.to_bare:.2f}",

@@ -11,10 +11,10 @@ from time import perf_counter
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds. What is a difference of medians has no quartiles."""
+    """Seconds."""
 
     median: float
-    quartiles: tuple[float, float] | None = None
+    quartiles: tuple[float, float]
 
 
 @dataclass(frozen=True)
