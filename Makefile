@@ -79,8 +79,7 @@ dev: ## Build for working on the sources, then: PYTHONPATH=build/site pytest
 	  -DPython_EXECUTABLE="$$(command -v $(PYTHON))"
 	cmake --build $(BUILD)/dev
 	cmake --install $(BUILD)/dev --prefix $(BUILD)/site/fp16core >/dev/null
-	ln -sf $(CURDIR)/python/fp16core/*.py $(CURDIR)/python/fp16core/py.typed \
-	  $(BUILD)/site/fp16core/
+	cp -rsf $(CURDIR)/python/fp16core $(BUILD)/site/
 
 clean: ## Remove what was built; .venv stays
 	rm -rf $(BUILD) .mypy_cache .ruff_cache .pytest_cache .hypothesis

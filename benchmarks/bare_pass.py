@@ -4,8 +4,9 @@ import ctypes
 import os
 import shlex
 import subprocess
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -15,16 +16,16 @@ from torch import Tensor
 # All as in the product.
 CHUNK_ELEMENTS = 65536
 STREAM_ABOVE_BYTES = 16 << 20
-ONE_THREAD_BELOW = 32768
+ONE_THREAD_BELOW = 131072
 
-Pass = Callable[..., None]
+MOST_TENSORS = 5
 
 
 class Span(ctypes.Structure):
     _fields_ = [
-        ("source", ctypes.c_void_p),
-        ("target", ctypes.c_void_p),
+        ("tensors", ctypes.c_void_p * MOST_TENSORS),
         ("elements", ctypes.c_int64),
+        ("sum", ctypes.c_uint16),
     ]
 
 
@@ -34,6 +35,8 @@ def load(folder: Path) -> ctypes.CDLL:
     library = folder / "bare_pass.so"
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     options = ["-std=c++20", "-O3", "-march=native", "-fPIC", "-fopenmp"]
+    # Without AVX a vector could not cross a call; none does, all are inlined.
+    options += ["-Wno-psabi"]
     compiled = library.with_suffix(".o")
     subprocess.run([*compiler, *options, "-c", source, "-o", compiled], check=True)
     # Against the OpenMP runtime that torch brought: a second one would have
@@ -54,29 +57,50 @@ def openmp_runtime() -> Path:
     return runtime
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A pass over certain tensors."""
+
+    run: Callable[[], None]
+    spans: ctypes.Array[Span]
+
+    def sum_read(self) -> int:
+        """Returns the sum, modulo 2**16, of all that the last run read, if the pass
+        writes nothing."""
+        return sum(int(span.sum) for span in self.spans) % 2**16
+
+
 def prepare(
-    function: Pass, sources: Sequence[Tensor], targets: Sequence[Tensor]
-) -> Callable[[], None]:
-    """Returns a call of ``widen`` or ``narrow`` from ``sources`` to ``targets``."""
+    function: Callable[..., None],
+    operands: Sequence[Sequence[Tensor]],
+    bytes_only_written: int,
+) -> Prepared:
+    """Prepares one of the passes over ``operands``, lists of tensors that pair up, for
+    as many threads as torch has now."""
+    # The product counts the bytes of what it zeroes, not the elements.
+    width = 2 if function.__name__ == "zero_halves" else 1
+    chunk = CHUNK_ELEMENTS // width
     spans = [
         Span(
-            source.data_ptr() + begin * source.element_size(),
-            target.data_ptr() + begin * target.element_size(),
-            min(CHUNK_ELEMENTS, source.numel() - begin),
+            (ctypes.c_void_p * MOST_TENSORS)(
+                *(t.data_ptr() + begin * t.element_size() for t in tensors)
+            ),
+            min(chunk, tensors[0].numel() - begin),
         )
-        for source, target in zip(sources, targets, strict=True)
-        for begin in range(0, source.numel(), CHUNK_ELEMENTS)
+        for tensors in zip(*operands, strict=True)
+        for begin in range(0, tensors[0].numel(), chunk)
     ]
-    *begins, total = accumulate((span.elements for span in spans), initial=0)
-    threads = 1 if total < ONE_THREAD_BELOW else torch.get_num_threads()
-    # A thread takes the spans that begin within its share of the elements.
-    shares = [total * thread // threads for thread in range(threads)]
-    first = [bisect_left(begins, share) for share in shares] + [len(spans)]
-    written = sum(target.nbytes for target in targets)
+    ends = list(accumulate(span.elements for span in spans)) or [0]
+    total = ends[-1]
+    threads = 1 if total * width < ONE_THREAD_BELOW else torch.get_num_threads()
+    # A thread takes the spans from the one in which its share begins.
+    shares = [total // threads * thread for thread in range(threads)]
+    first = [bisect_right(ends, share) for share in shares] + [len(spans)]
+    table = (Span * len(spans))(*spans)
     arguments = (
-        (Span * len(spans))(*spans),
+        table,
         (ctypes.c_int64 * len(first))(*first),
         threads,
-        int(written > STREAM_ABOVE_BYTES),
+        int(bytes_only_written > STREAM_ABOVE_BYTES),
     )
-    return lambda: function(*arguments)
+    return Prepared(lambda: function(*arguments), table)

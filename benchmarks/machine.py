@@ -2,19 +2,19 @@
 
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter
 
 import torch
 
 from fp16core import __version__, _core
 
 
-def describe() -> dict[str, str | int | float]:
-    """Returns what the numbers depend on."""
+def describe(threads: Sequence[int]) -> dict[str, str | int | float]:
+    """Returns what the numbers depend on; ``threads`` are those that are measured."""
     return {
         "processor": processor(),
-        "threads": torch.get_num_threads(),
+        "threads": ", ".join(map(str, threads)),
         "load": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
         "torch capability": torch.backends.cpu.get_cpu_capability(),
@@ -33,16 +33,3 @@ def processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def copy_bandwidth(elements: int, rounds: int = 10) -> float:
-    """Returns the bytes read and written in a second by the best of several copies
-    of ``elements`` fp32 values."""
-    source = torch.ones(elements)
-    target = torch.empty_like(source)
-    best = float("inf")
-    for _ in range(rounds):
-        start = perf_counter()
-        target.copy_(source)
-        best = min(best, perf_counter() - start)
-    return 2 * source.nbytes / best

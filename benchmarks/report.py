@@ -1,139 +1,85 @@
-"""The table, and the figures that are wanted."""
+"""Everything that was measured, as aligned text."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import groupby
 
-from measure import (
-    BARE,
-    LISTS,
-    LISTS_LOOP_CLIP,
-    LOOPS,
-    OURS,
-    REST,
-    STEP,
-    TAKE,
-    WRITE,
-    Row,
-)
-from wrapping_memory import WrappingMemory
+from growth import Size
+from memory import Memory
+from rows import Row
 
 HEADINGS = (
-    "tensors",
-    "task",
-    "contestant",
     "ms",
     "quartiles",
+    "rounds",
     "B/elem",
     "GB/s",
     "to bare",
-    "to loops",
-    "to lists",
+    "x loops",
+    "x parts",
 )
-TEXT_COLUMNS = 3
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """A figure with its limit."""
-
-    text: str
-    value: float
-    limit: float
-    at_most: bool
-
-    @property
-    def met(self) -> bool:
-        return self.value <= self.limit if self.at_most else self.value >= self.limit
-
-    def __str__(self) -> str:
-        relation = "at most" if self.at_most else "at least"
-        verdict = "met" if self.met else "not met"
-        return f"{verdict:8} {self.text}: {self.value:.2f}, {relation} {self.limit:g}"
-
-
-def table(rows: list[Row]) -> str:
-    """Returns all rows as aligned text."""
-    lines = [HEADINGS, *map(cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index < TEXT_COLUMNS else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+def table(rows: Sequence[Row]) -> str:
+    """Returns one table for each case."""
+    cases = groupby(rows, lambda r: (r.tensors, r.inner, r.threads, r.task))
+    tables = []
+    for (tensors, inner, threads, task), members in cases:
+        plural = "s" if threads > 1 else ""
+        title = f"{tensors}, {inner}, {threads} thread{plural}, {task}"
+        tables.append(align([(title, *HEADINGS), *map(cells, members)]))
+    return "\n\n".join(tables)
 
 
 def cells(row: Row) -> tuple[str, ...]:
     """Returns the texts of one row, in the order of HEADINGS."""
     low, high = row.quartiles
     return (
-        row.tensors,
-        row.task,
         row.contestant,
         f"{row.seconds * 1e3:.3f}",
         f"{low * 1e3:.3f}-{high * 1e3:.3f}",
+        str(row.rounds),
         str(row.bytes_per_element),
         f"{row.bytes_per_second / 1e9:.1f}",
         "-" if row.to_bare is None else f"{row.to_bare:.2f}",
-        f"{row.to_loops:.3f}",
-        f"{row.to_lists:.2f}",
+        f"{row.over_loops:.2f}",
+        f"{row.over_parts:.2f}",
     )
 
 
-def wanted(large: list[Row], small: list[Row], memory: WrappingMemory) -> list[Wanted]:
-    """Returns the figures for the rows of the large and of the many small tensors."""
+def memory_table(memory: Sequence[Memory], tensors: str) -> str:
+    """Returns the bytes of an element that each contestant takes."""
+    lines = [(f"{tensors}, bytes an element", "held", "peak", "resident peak")]
+    for one in memory:
+        resident = "-" if one.resident is None else f"{one.resident:.2f}"
+        name = f"{one.contestant}, {one.inner}"
+        lines.append((name, f"{one.held:.2f}", f"{one.peak:.2f}", resident))
+    return align(lines)
 
-    def seconds(rows: list[Row], task: str, *contestants: str) -> float:
-        return min(
-            row.seconds
-            for row in rows
-            if row.task == task and row.contestant in contestants
+
+def growth_table(sizes: Sequence[Size]) -> str:
+    """Returns the time of a lean iteration at each size."""
+    lines = [("lean, elements", "ms", "quartiles", "rounds", "ns/element")]
+    for size in sizes:
+        low, high = size.quartiles
+        lines.append(
+            (
+                f"{size.elements:,}",
+                f"{size.seconds * 1e3:.3f}",
+                f"{low * 1e3:.3f}-{high * 1e3:.3f}",
+                str(size.rounds),
+                f"{size.nanoseconds_per_element:.3f}",
+            )
         )
+    return align(lines)
 
-    take, write, step = (seconds(large, task, OURS) for task in (TAKE, WRITE, STEP))
-    lists_step = seconds(large, STEP, LISTS, LISTS_LOOP_CLIP)
-    small_gain = seconds(small, REST, LOOPS) / seconds(small, REST, OURS)
-    return [
-        Wanted(
-            "check+unscale, time to that of the bare pass",
-            take / seconds(large, TAKE, BARE),
-            1.1,
-            at_most=True,
-        ),
-        Wanted(
-            "masters to model, time to that of the bare pass",
-            write / seconds(large, WRITE, BARE),
-            1.1,
-            at_most=True,
-        ),
-        Wanted(
-            "check+unscale, times faster than the original loops",
-            seconds(large, TAKE, LOOPS) / take,
-            2.8,
-            at_most=False,
-        ),
-        Wanted(
-            "whole step, time to that of torch's lists",
-            step / lists_step,
-            0.9,
-            at_most=True,
-        ),
-        Wanted(
-            "small tensors, step apart from the inner one, times faster than loops",
-            small_gain,
-            10,
-            at_most=False,
-        ),
-        Wanted(
-            "wrapping, bytes added per trainable half element",
-            memory.bytes_per_element,
-            4,
-            at_most=True,
-        ),
-        Wanted(
-            "wrapping, peak above that in largest masters",
-            memory.peak_above_masters,
-            1,
-            at_most=True,
-        ),
-    ]
+
+def align(lines: Sequence[tuple[str, ...]]) -> str:
+    """Returns columns: the first one to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if index else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )

@@ -5,40 +5,51 @@ import gc
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from statistics import quantiles
 from time import perf_counter
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds."""
+    """Seconds, over a number of rounds."""
 
     median: float
     quartiles: tuple[float, float]
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to go on: as many rounds as fit into ``seconds``, and not fewer than
+    ``rounds``."""
+
+    seconds: float
+    rounds: int
 
 
 @dataclass(frozen=True)
 class Task:
     """A function to time, and what to run before each time, off the clock."""
 
-    run: Callable[[], None]
-    prepare: Callable[[], None] = lambda: None
+    run: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
 
 
-def time_in_turn(
-    tasks: Mapping[str, Task], rounds: int, warm_up: int
-) -> dict[str, Timing]:
+def time_in_turn(tasks: Mapping[str, Task], effort: Effort) -> dict[str, Timing]:
     """Runs every task once a round, so that whatever disturbs the machine meets all
-    of them, and returns their timings. The first ``warm_up`` rounds do not count."""
+    of them, and returns their timings. The first round does not count."""
     # The order changes: on a shared machine whoever comes last in a round may be
     # throttled for the work of the others.
     order = list(tasks)
     shuffle = random.Random(0).shuffle
     seconds: dict[str, list[float]] = {name: [] for name in tasks}
-    gc.collect()
     gc.disable()
     try:
-        for round_ in range(-warm_up, rounds):
+        end = perf_counter() + effort.seconds
+        for round_ in count():
+            if round_ > effort.rounds and perf_counter() > end:
+                break
             shuffle(order)
             for name in order:
                 task = tasks[name]
@@ -46,7 +57,7 @@ def time_in_turn(
                 start = perf_counter()
                 task.run()
                 elapsed = perf_counter() - start
-                if round_ >= 0:
+                if round_ > 0:
                     seconds[name].append(elapsed)
     finally:
         gc.enable()
@@ -56,9 +67,9 @@ def time_in_turn(
 def summary(seconds: list[float]) -> Timing:
     """Returns the median and the quartiles of at least one time."""
     if len(seconds) == 1:
-        return Timing(seconds[0], (seconds[0], seconds[0]))
+        return Timing(seconds[0], (seconds[0], seconds[0]), 1)
     low, median, high = quantiles(seconds, n=4, method="inclusive")
-    return Timing(median, (low, high))
+    return Timing(median, (low, high), len(seconds))
 
 
 def keep_freed_memory() -> None:

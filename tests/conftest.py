@@ -1,5 +1,7 @@
 """What every test session shares: the option --slow, seeds, and a header line."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -31,3 +33,12 @@ def pytest_report_header() -> str:
 def fixed_seed() -> None:
     """Makes torch's random numbers the same in every run and order of tests."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from threads, which only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

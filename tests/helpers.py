@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 HALF_DTYPES = [torch.float16, torch.bfloat16]
 
@@ -109,3 +111,19 @@ class ScaleModel:
             if grows and self.scale * self.factor < INF:
                 self.scale *= self.factor
         return self.scale
+
+
+class ExactRoots(TorchFunctionMode):
+    """Rounds square roots correctly, as the rules and torch's fused kernels do.
+
+    `torch.sqrt` calls MKL, whose roots are off by an ulp now and then.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func not in (torch.Tensor.sqrt, torch.Tensor.sqrt_):
+            return func(*args, **(kwargs or {}))
+        with np.errstate(invalid="ignore"):
+            root = torch.as_tensor(np.sqrt(args[0].detach().numpy()))
+        return root if func is torch.Tensor.sqrt else args[0].copy_(root)

@@ -916,7 +916,8 @@ def test_first_closure_call_this_step_can_be_read_and_set() -> None:
 
 def test_repr_names_scale_and_inner_optimizer() -> None:
     optimizer = wrap(half(1.0), static_loss_scale=4.0)
-    assert repr(optimizer).startswith("FP16_Optimizer(static loss scale 4, SGD (")
+    start = "FP16_Optimizer(static loss scale 4, fused SGD step, SGD ("
+    assert repr(optimizer).startswith(start)
 
 
 def test_maybe_print_prints_if_verbose(capsys: pytest.CaptureFixture[str]) -> None:

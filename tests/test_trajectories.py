@@ -1,10 +1,11 @@
 """FP16_Optimizer trains bit for bit like a hand-written loop with fp32 masters.
 
 Every optimizer of torch takes part with every variant that torch's own tests give
-for the CPU. Overflows happen on the way, planted ones and too high scales.
+for the CPU: with its own step, and with the core's where the core has one. Overflows
+happen on the way, planted ones and too high scales.
 """
 
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from itertools import count
 from operator import is_
@@ -19,25 +20,35 @@ from torch.testing._internal.common_optimizers import (
 )
 
 from fp16core import FP16_Optimizer
-from helpers import HALF_DTYPES, INF, NAN, ScaleModel, assert_same
+from helpers import HALF_DTYPES, INF, NAN, ExactRoots, ScaleModel, assert_same
 
 # High enough for real overflows of float16 at the start, and a window so short that
 # the scale grows into overflows again later.
 INIT_SCALE = 2.0**17
 WINDOW = 4
-APPLIED_STEPS = 8
+APPLIED_STEPS = 7
 MOST_ITERATIONS = 40
+
+# What the core's rules are equal to: torch's fused kernels, or its default loop with
+# correctly rounded roots.
+ORACLE_OF_RULE = {
+    torch.optim.SGD: {"foreach": False, "fused": True},
+    torch.optim.Adam: {"foreach": False, "fused": True},
+    torch.optim.AdamW: {"foreach": False, "fused": True},
+    torch.optim.Adagrad: {"foreach": False, "fused": True},
+    torch.optim.RMSprop: {"foreach": False},
+    torch.optim.NAdam: {"foreach": False},
+    torch.optim.Adamax: {"foreach": False},
+}
 
 Groups = list[dict[str, Any]]
 
+own_step_or_default = pytest.mark.parametrize(
+    "fused", [False, None], ids=["own_step", "default"]
+)
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from threads, which only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def inputs(differentiable: bool = False, closure: bool | None = None) -> list[Any]:
@@ -67,7 +78,7 @@ def make_groups(optimizer_class: type, dtype: torch.dtype) -> Groups:
     def parameter(data: torch.Tensor, requires_grad: bool = True) -> torch.nn.Parameter:
         return torch.nn.Parameter(data, requires_grad)
 
-    matrix = parameter(values(5, 9).to(dtype))
+    matrix = parameter(values(4, 9).to(dtype))
     native = parameter(values(6, 3))
     if optimizer_class is torch.optim.SparseAdam:
         return [{"params": [matrix]}, {"params": [native]}]
@@ -76,13 +87,13 @@ def make_groups(optimizer_class: type, dtype: torch.dtype) -> Groups:
         # It takes one group, and gradients only that `view(-1)` takes.
         scalar = parameter(torch.tensor(0.75, dtype=dtype))
         return [{"params": [matrix, frozen, native, scalar]}]
-    transposed = parameter(values(4, 7).to(dtype).t())
+    transposed = parameter(values(5, 7).to(dtype).t())
     first = [matrix, transposed]
     second = [frozen, native]
     if optimizer_class is not torch.optim.Muon:
         # Muon is for matrices.
         first.append(parameter(torch.tensor(0.75, dtype=dtype)))
-        second.append(parameter(values(11).to(dtype)))
+        second.append(parameter(values(21).to(dtype)))
     return [{"params": first}, {"params": second}]
 
 
@@ -112,8 +123,13 @@ class MasterLoop:
     """The hand-written loop: masters, a scale, and the inner optimizer, in torch."""
 
     def __init__(
-        self, optimizer_class: type, groups: Groups, kwargs: dict[str, Any]
+        self,
+        optimizer_class: type,
+        groups: Groups,
+        kwargs: dict[str, Any],
+        roots: AbstractContextManager[Any],
     ) -> None:
+        self.roots = roots
         self.params = trainable(groups)
         self.masters = {
             param: param.detach().float().requires_grad_()
@@ -166,7 +182,8 @@ class MasterLoop:
         finite = self.gradients_are_finite(loss)
         self.scaler.update(not finite)
         if finite:
-            self.optimizer.step()
+            with self.roots:
+                self.optimizer.step()
             self.write_model()
         return finite
 
@@ -185,13 +202,40 @@ class MasterLoop:
         return result
 
 
-def wrap(optimizer_class: type, groups: Groups, kwargs: dict[str, Any]) -> Any:
-    return FP16_Optimizer(
+def oracle(
+    optimizer_class: type, groups: Groups, kwargs: dict[str, Any], fused: bool | None
+) -> MasterLoop:
+    """Return the loop around the optimizer that the wrapped one has to equal."""
+    if fused is False or optimizer_class not in ORACLE_OF_RULE:
+        return MasterLoop(optimizer_class, deepcopy(groups), kwargs, nullcontext())
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("torch has no fma without AVX2, and so other bits than the rules")
+    kwargs = {**kwargs, **ORACLE_OF_RULE[optimizer_class]}
+    return MasterLoop(optimizer_class, deepcopy(groups), kwargs, ExactRoots())
+
+
+def wrap(
+    optimizer_class: type, groups: Groups, kwargs: dict[str, Any], fused: bool | None
+) -> Any:
+    optimizer = FP16_Optimizer(
         optimizer_class([dict(g) for g in groups], **deepcopy(kwargs)),
         dynamic_loss_scale=True,
         dynamic_loss_args={"init_scale": INIT_SCALE, "scale_window": WINDOW},
         verbose=False,
+        fused=fused,
     )
+    has_rule = fused is None and optimizer_class in ORACLE_OF_RULE
+    assert optimizer.step_mode.startswith("fused " if has_rule else "generic (")
+    return optimizer
+
+
+def without_kernel(optimizer: Any) -> dict[str, Any]:
+    """Return the state dict without the options that choose one of torch's kernels."""
+    state_dict: dict[str, Any] = optimizer.state_dict()
+    for group in state_dict["param_groups"]:
+        group.pop("foreach", None)
+        group.pop("fused", None)
+    return state_dict
 
 
 def assert_equal_training(
@@ -204,20 +248,23 @@ def assert_equal_training(
         [group["params"] for group in loop.optimizer.param_groups],
         "masters",
     )
-    assert_same(inner.state_dict(), loop.optimizer.state_dict(), "inner state")
+    assert_same(without_kernel(inner), without_kernel(loop.optimizer), "inner state")
     assert optimizer.loss_scale == loop.scaler.scale
 
 
+@own_step_or_default
 @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
 @pytest.mark.parametrize("optimizer_class, variant", inputs(closure=False))
 def test_equals_a_hand_written_loop_bit_for_bit(
-    optimizer_class: type, variant: OptimizerInput, dtype: torch.dtype
+    optimizer_class: type,
+    variant: OptimizerInput,
+    dtype: torch.dtype,
+    fused: bool | None,
 ) -> None:
     groups = make_groups(optimizer_class, dtype)
-    groups_of_loop = deepcopy(groups)
-    loop = MasterLoop(optimizer_class, groups_of_loop, variant.kwargs)
+    loop = oracle(optimizer_class, groups, variant.kwargs, fused)
     params = trainable(groups)
-    optimizer = wrap(optimizer_class, groups, variant.kwargs)
+    optimizer = wrap(optimizer_class, groups, variant.kwargs, fused)
     assert_equal_training(optimizer, loop, params)
 
     sparse = optimizer_class is torch.optim.SparseAdam
@@ -234,16 +281,19 @@ def test_equals_a_hand_written_loop_bit_for_bit(
     assert_equal_training(optimizer, loop, params)
 
 
+@own_step_or_default
 @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
 @pytest.mark.parametrize("optimizer_class, variant", inputs(closure=True))
 def test_equals_a_hand_written_loop_with_a_closure(
-    optimizer_class: type, variant: OptimizerInput, dtype: torch.dtype
+    optimizer_class: type,
+    variant: OptimizerInput,
+    dtype: torch.dtype,
+    fused: bool | None,
 ) -> None:
     groups = make_groups(optimizer_class, dtype)
-    groups_of_loop = deepcopy(groups)
-    loop = MasterLoop(optimizer_class, groups_of_loop, variant.kwargs)
+    loop = oracle(optimizer_class, groups, variant.kwargs, fused)
     params = trainable(groups)
-    optimizer = wrap(optimizer_class, groups, variant.kwargs)
+    optimizer = wrap(optimizer_class, groups, variant.kwargs, fused)
     evaluations, evaluations_of_loop = count(), count()
 
     def closure() -> torch.Tensor:

@@ -1,6 +1,7 @@
 // Bindings of the step logic, and the view of a Python optimizer's groups.
 
 #include "bindings.h"
+#include "rule_view.h"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -88,6 +89,7 @@ class BoundCore : public OptimizerCore {
         scaler_(nb::borrow(scaler)) {}
 
   const nb::object& scaler() const { return scaler_; }
+  RuleView& rule_view() { return rule_view_; }
 
   void set_scaler(nb::handle scaler) {
     set_loss_scaler(scaler_from_python(scaler));
@@ -114,6 +116,7 @@ class BoundCore : public OptimizerCore {
 
  private:
   nb::object scaler_;
+  RuleView rule_view_;
 };
 
 PyType_Slot core_slots[] = {
@@ -171,16 +174,22 @@ void bind_optimizer_core(nb::module_& m) {
              nb::handle loss_scaler,
              bool check_overflow,
              OnMinScale on_min_scale,
-             ModelWrites model_writes) {
+             ModelWrites model_writes,
+             bool materialize_gradients) {
             new (self) BoundCore(
-                {std::move(owner), check_overflow, on_min_scale, model_writes},
+                {std::move(owner),
+                 check_overflow,
+                 on_min_scale,
+                 model_writes,
+                 materialize_gradients},
                 loss_scaler);
           },
           nb::arg("owner"),
           nb::arg("loss_scaler"),
           nb::arg("check_overflow"),
           nb::arg("on_min_scale"),
-          nb::arg("model_writes"))
+          nb::arg("model_writes"),
+          nb::arg("materialize_gradients"))
       .def_prop_rw(
           "loss_scaler",
           &BoundCore::scaler,
@@ -198,6 +207,11 @@ void bind_optimizer_core(nb::module_& m) {
           "dynamic",
           [](const OptimizerCore& self) {
             return self.loss_scaler()->dynamic();
+          })
+      .def_prop_ro(
+          "materialize_gradients",
+          [](const OptimizerCore& self) {
+            return self.options().materialize_gradients;
           })
 
       // Parameters.
@@ -241,12 +255,6 @@ void bind_optimizer_core(nb::module_& m) {
       .def(
           "master_positions",
           [](OptimizerCore& self) { return weights(self).master_positions(); })
-      .def(
-          "check_masters",
-          [](OptimizerCore& self, const ParamGroups& masters) {
-            weights(self).check_masters(masters);
-          },
-          nb::arg("masters"))
       .def(
           "load_masters",
           [](OptimizerCore& self, const ParamGroups& masters) {
@@ -304,7 +312,23 @@ void bind_optimizer_core(nb::module_& m) {
 
       // The step.
       .def("begin_step", &OptimizerCore::begin_step, Released())
-      .def("finish_step", &OptimizerCore::finish_step, Released())
+      .def(
+          "update",
+          [](BoundCore& self,
+             const UpdateRule& rule,
+             nb::handle param_groups,
+             nb::handle state) {
+            return self.rule_view()
+                .update(weights(self), rule, param_groups, state);
+          },
+          nb::arg("rule"),
+          nb::arg("param_groups"),
+          nb::arg("state"))
+      .def(
+          "finish_step",
+          &OptimizerCore::finish_step,
+          Released(),
+          nb::arg("rewrite"))
       .def("begin_closure_step", &OptimizerCore::begin_closure_step, Released())
       .def("begin_evaluation", &OptimizerCore::begin_evaluation, Released())
       .def("end_evaluation", &OptimizerCore::end_evaluation, Released())

@@ -8,10 +8,13 @@
 
 #pragma once
 
+#include <fp16core/update_rule.h>
+
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -72,6 +75,26 @@ struct MasterItem {
   c10::ScalarType model_type;
 };
 
+/// A weight to update, with what belongs to it.
+struct UpdateItem {
+  // float32 or float64, as the weight; with `unscale` any of the four types.
+  const void* gradient;
+  // float32 or float64.
+  void* weight;
+  // Takes the rounded weight; null where the weight is the parameter itself.
+  void* model;
+  // Of the weight's type; null where the rule has no use for one.
+  std::array<void*, UpdateRule::kMostTensors> tensors;
+  // What UpdateRule::prepare made.
+  const void* step;
+  std::int64_t numel;
+  c10::ScalarType gradient_type;
+  c10::ScalarType weight_type;
+  c10::ScalarType model_type;
+  // Whether the gradient is multiplied by the factors first.
+  bool unscale;
+};
+
 /// The list kernels of one device.
 class ListKernels {
  public:
@@ -103,8 +126,19 @@ class ListKernels {
   /// Writes the masters to the model, rounded to nearest even.
   virtual void write_model(c10::ArrayRef<MasterItem> items) = 0;
 
-  /// Returns, an entry an item of the last `write_model`, whether a finite
-  /// master was stored as inf. Synchronizes where the device is not the host.
+  /// Runs an update rule: reads gradient, weight and state, and writes weight,
+  /// state and model, in one pass. A gradient is multiplied by one factor after
+  /// the other, each product rounded to the weight's type, so that the bits are
+  /// those of passes that unscale and clip. For Adam a pass reads 16 and writes
+  /// 14 bytes an element with fp32 gradients, 14 and 14 with half gradients.
+  virtual void update(
+      const UpdateRule& rule,
+      c10::ArrayRef<UpdateItem> items,
+      c10::ArrayRef<Factor> factors) = 0;
+
+  /// Returns, an entry an item of the last `write_model` or `update`, whether a
+  /// finite master was stored as inf. Synchronizes where the device is not the
+  /// host.
   virtual const std::vector<std::uint8_t>& saturated() = 0;
 
   /// Where the rounded master differs from the model, the master takes the

@@ -71,6 +71,14 @@ void MasterWeights::Impl::check_gradient(
       gradient.layout(),
       " for ",
       describe_parameter(group, index, pair.model));
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      materialize_gradients || !pair.master.defined() || !gradient.is_sparse(),
+      owner,
+      ".update_master_grads: gradients must be strided with "
+      "materialize_master_grads=False, but got ",
+      gradient.layout(),
+      " for ",
+      describe_parameter(group, index, pair.model));
   TORCH_CHECK_TYPE(
       is_supported(gradient.scalar_type()) &&
           (pair.master.defined() ||
@@ -204,6 +212,10 @@ detail::GradientItem MasterWeights::Impl::gradient_item(
     }
     pair.native_factor = wanted;
     natives_scaled |= wanted != 1.0;
+  } else if (!materialize_gradients) {
+    item.source = staging.readable(gradient, pair.master).const_data_ptr();
+    item.destination = nullptr;
+    item.numel = pair.master.numel();
   } else if (gradient.is_sparse()) {
     auto& target = pair.master.mutable_grad();
     target = widen_sparse(pair, gradient);
@@ -245,6 +257,7 @@ void MasterWeights::take_gradients(double scale) {
   impl.for_each([&](Pair& pair, std::int64_t group, std::int64_t index) {
     if (!gradient_of(pair.model).defined()) {
       pair.taken_gradient.forget();
+      pair.has_taken = false;
       if (pair.master.defined()) {
         pair.master.mutable_grad().reset();
       }
@@ -253,16 +266,17 @@ void MasterWeights::take_gradients(double scale) {
       auto& lists = impl.lists(pair.visible().device());
       lists.gradients.push_back(item);
       lists.gradient_positions.emplace_back(group, index);
-      pair.see_gradients();
+      impl.see_gradients(pair);
     }
   });
+  impl.factors.assign(impl.materialize_gradients ? 0 : 1, factor);
   for (auto& lists : impl.devices) {
     lists.kernels->take_gradients(lists.gradients, &factor);
   }
   if (staging.write_back()) {
-    impl.for_each([](Pair& pair, std::int64_t, std::int64_t) {
+    impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
       if (pair.native() && gradient_of(pair.model).defined()) {
-        pair.see_gradients(); // again, since copies bump versions
+        impl.see_gradients(pair); // again, since copies bump versions
       }
     });
   }
@@ -335,60 +349,114 @@ void MasterWeights::restore_scaled_gradients(double ratio) {
   }
 }
 
-// Lists the gradients that the inner optimizer sees, to be measured as they
-// are.
-void MasterWeights::Impl::list_gradients(detail::Staging& staging) {
-  for (auto& lists : measuring) {
-    lists.gradients.clear();
+// The gradient of a master, made where none is kept: the model's, multiplied as
+// it would have been.
+at::Tensor MasterWeights::Impl::unscaled_gradient(const Pair& pair) const {
+  const at::NoGradGuard no_grad;
+  const auto& gradient = gradient_of(pair.model);
+  const bool wide = gradient.scalar_type() == at::kDouble && !factors.empty();
+  const auto values = wide ? gradient * factors[0].f64 : gradient;
+  auto result = detail::empty_dense_like(pair.master, at::kFloat);
+  result.copy_(values);
+  for (std::size_t f = wide ? 1 : 0; f < factors.size(); ++f) {
+    result.mul_(static_cast<double>(factors[f].f32));
   }
-  for_each([&](Pair& pair, std::int64_t, std::int64_t) {
-    const auto& gradient = gradient_of(pair.visible());
-    if (!gradient.defined() || !is_supported(gradient.scalar_type())) {
-      return;
-    }
+  return result;
+}
+
+// Calls `use(kernels, items)` for the gradients that the inner optimizer sees,
+// to be measured as they are: all of a device at once, or one after the other
+// where they have to be made, so that no more than one is in memory.
+template <typename Use>
+void MasterWeights::Impl::measure(const Use& use) {
+  detail::Staging staging;
+  const auto list = [&](Pair& pair,
+                        const at::Tensor& gradient) -> DeviceLists& {
     const auto values = values_of(gradient);
     const auto& dense = values.is_non_overlapping_and_dense()
         ? values
         : staging.readable(values, values.contiguous());
-    lists(measuring, values.device())
-        .gradients.push_back(
-            {dense.const_data_ptr(),
-             nullptr,
-             dense.numel(),
-             dense.scalar_type(),
-             dense.scalar_type() == at::kDouble ? at::kDouble : at::kFloat,
-             false});
-    pair.measured_gradient.record(gradient);
+    auto& lists = Impl::lists(measuring, values.device());
+    lists.gradients.push_back(
+        {dense.const_data_ptr(),
+         nullptr,
+         dense.numel(),
+         dense.scalar_type(),
+         dense.scalar_type() == at::kDouble ? at::kDouble : at::kFloat,
+         false});
+    pair.measured_gradient.record(inner_gradient(pair));
+    return lists;
+  };
+  for (auto& lists : measuring) {
+    lists.gradients.clear();
+  }
+  for_each([&](Pair& pair, std::int64_t, std::int64_t) {
+    const auto& gradient = inner_gradient(pair);
+    if (!gradient.defined() || !is_supported(gradient.scalar_type())) {
+      return;
+    }
+    if (materialize_gradients) {
+      list(pair, gradient);
+      return;
+    }
+    const auto made = lean(pair) ? unscaled_gradient(pair) : gradient;
+    auto& lists = list(pair, made);
+    use(*lists.kernels, lists.gradients);
+    lists.gradients.clear();
   });
+  for (auto& lists : measuring) {
+    if (!lists.gradients.empty()) {
+      use(*lists.kernels, lists.gradients);
+    }
+  }
 }
+
+namespace {
+
+// Sums up what passes over the gradients found.
+struct Norms {
+  double sum_of_squares = 0.0;
+  double largest = 0.0;
+
+  void add(const std::vector<detail::GradientStats>& stats) {
+    for (const auto& found : stats) {
+      sum_of_squares += found.sum_of_squares;
+      if (std::isnan(found.largest) || found.largest > largest) {
+        largest = found.largest;
+      }
+    }
+  }
+};
+
+} // namespace
 
 double MasterWeights::gradient_norm(double norm_type) {
   const at::NoGradGuard no_grad;
   auto& impl = *impl_;
-  detail::Staging staging;
   if (norm_type == -HUGE_VAL) {
     double smallest = HUGE_VAL;
     impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
-      const auto& gradient = gradient_of(pair.visible());
+      const auto& gradient = impl.inner_gradient(pair);
       if (gradient.defined() && gradient.numel() > 0) {
-        const auto least = values_of(gradient).abs().min().item<double>();
+        const auto values = impl.lean(pair) ? impl.unscaled_gradient(pair)
+                                            : values_of(gradient);
+        const auto least = values.abs().min().item<double>();
         smallest = least < smallest || std::isnan(least) ? least : smallest;
       }
     });
     return std::isinf(smallest) ? 0.0 : smallest;
   }
   if (norm_type != 2.0 && norm_type != HUGE_VAL) {
-    impl.list_gradients(staging);
     double sum = 0.0;
-    for (auto& lists : impl.measuring) {
-      sum += lists.kernels->sum_of_powers(lists.gradients, norm_type);
-    }
+    impl.measure([&](detail::ListKernels& kernels, const auto& items) {
+      sum += kernels.sum_of_powers(items, norm_type);
+    });
     return norm_type == 0.0 ? sum : std::pow(sum, 1.0 / norm_type);
   }
   bool fresh = impl.measured;
   std::size_t count = 0;
   impl.for_each([&](const Pair& pair, std::int64_t, std::int64_t) {
-    const auto& gradient = gradient_of(pair.visible());
+    const auto& gradient = impl.inner_gradient(pair);
     if (gradient.defined()) {
       ++count;
       fresh = fresh && pair.measured_gradient.unchanged(gradient);
@@ -398,25 +466,20 @@ double MasterWeights::gradient_norm(double norm_type) {
     count -= lists.gradients.size();
   }
   fresh = fresh && count == 0;
-  if (!fresh) {
+  Norms norms;
+  if (fresh) {
+    for (const auto& lists : impl.devices) {
+      norms.add(lists.kernels->gradient_stats());
+    }
+  } else {
     impl.measured = false;
-    impl.list_gradients(staging);
     const Factor one;
-    for (auto& lists : impl.measuring) {
-      lists.kernels->take_gradients(lists.gradients, &one);
-    }
+    impl.measure([&](detail::ListKernels& kernels, const auto& items) {
+      kernels.take_gradients(items, &one);
+      norms.add(kernels.gradient_stats());
+    });
   }
-  double sum_of_squares = 0.0;
-  double largest = 0.0;
-  for (auto& lists : fresh ? impl.devices : impl.measuring) {
-    for (const auto& found : lists.kernels->gradient_stats()) {
-      sum_of_squares += found.sum_of_squares;
-      if (std::isnan(found.largest) || found.largest > largest) {
-        largest = found.largest;
-      }
-    }
-  }
-  return norm_type == 2.0 ? std::sqrt(sum_of_squares) : largest;
+  return norm_type == 2.0 ? std::sqrt(norms.sum_of_squares) : norms.largest;
 }
 
 void MasterWeights::scale_gradients(double coefficient) {
@@ -424,8 +487,8 @@ void MasterWeights::scale_gradients(double coefficient) {
   const auto factor = Factor::of(coefficient);
   impl.clear_scales();
   impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
-    const auto& gradient = gradient_of(pair.visible());
-    if (!gradient.defined()) {
+    const auto& gradient = impl.inner_gradient(pair);
+    if (!gradient.defined() || impl.lean(pair)) {
       return;
     }
     const bool taken = pair.taken_gradient.unchanged(gradient);
@@ -443,12 +506,22 @@ void MasterWeights::scale_gradients(double coefficient) {
     }
   });
   impl.run_scales(coefficient);
+  if (!impl.materialize_gradients) {
+    impl.factors.push_back(factor);
+  }
   impl.measured = false;
 }
 
 ParamGroups MasterWeights::master_gradients() const {
-  return impl_->collect([](const Pair& pair, std::vector<at::Tensor>& group) {
-    group.push_back(gradient_of(pair.visible()));
+  return impl_->collect([&](const Pair& pair, std::vector<at::Tensor>& group) {
+    const auto& gradient = impl_->inner_gradient(pair);
+    if (!impl_->lean(pair)) {
+      group.push_back(gradient);
+    } else if (gradient.defined() && pair.taken_gradient.unchanged(gradient)) {
+      group.push_back(impl_->unscaled_gradient(pair));
+    } else {
+      group.emplace_back();
+    }
   });
 }
 
@@ -483,9 +556,17 @@ void MasterWeights::zero_grad(bool set_to_none) {
     }
   };
   impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
+    const bool lean = impl.lean(pair);
+    const bool kept = lean && !set_to_none && pair.has_taken &&
+        pair.taken_gradient.same(gradient_of(pair.model));
     clear(pair.model);
     if (pair.master.defined()) {
       clear(pair.master);
+    }
+    if (kept) {
+      pair.taken_gradient.record(gradient_of(pair.model));
+    } else if (lean) {
+      pair.has_taken = false;
     }
     pair.native_factor = 1.0;
   });
@@ -495,6 +576,22 @@ void MasterWeights::zero_grad(bool set_to_none) {
   }
   impl.natives_scaled = false;
   impl.measured = false;
+  impl.factors.clear();
+}
+
+std::optional<TensorReport> MasterWeights::lost_gradient() const {
+  std::optional<TensorReport> lost;
+  if (impl_->materialize_gradients) {
+    return lost;
+  }
+  impl_->for_each([&](Pair& pair, std::int64_t group, std::int64_t index) {
+    const auto& gradient = gradient_of(pair.model);
+    if (!lost && impl_->lean(pair) && pair.has_taken &&
+        !(gradient.defined() && pair.taken_gradient.unchanged(gradient))) {
+      lost = TensorReport{group, index, pair.model, 0, 0, 0.0, 0.0, false};
+    }
+  });
+  return lost;
 }
 
 std::optional<TensorReport> MasterWeights::waiting_gradient(bool native) const {

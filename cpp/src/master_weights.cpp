@@ -35,10 +35,14 @@ at::Tensor widen_state(const at::Tensor& state, const at::Tensor& master) {
       : state;
 }
 
-MasterWeights::MasterWeights(std::string owner, ModelWrites model_writes)
+MasterWeights::MasterWeights(
+    std::string owner,
+    ModelWrites model_writes,
+    bool materialize_gradients)
     : impl_(std::make_unique<Impl>()) {
   impl_->owner = std::move(owner);
   impl_->model_writes = model_writes;
+  impl_->materialize_gradients = materialize_gradients;
 }
 
 MasterWeights::~MasterWeights() = default;
@@ -101,6 +105,10 @@ Adoption MasterWeights::Impl::adopt(
     std::int64_t index) {
   pair.master = make_master(pair.model);
   pair.see_model();
+  pair.written_version = detail::version_of(pair.master);
+  // A gradient that was taken before was unscaled in place.
+  pair.taken_gradient.forget();
+  pair.has_taken = false;
   return {group, index, pair.model, pair.master};
 }
 
@@ -283,6 +291,27 @@ detail::MasterItem MasterWeights::Impl::master_item(
       model.scalar_type()};
 }
 
+// What the kernels rely on for a pair.
+void MasterWeights::Impl::check_master(
+    const Pair& pair,
+    std::int64_t group,
+    std::int64_t index) const {
+  check_shape(pair, group, index);
+  TORCH_CHECK(
+      pair.master.scalar_type() == at::kFloat &&
+          pair.master.is_non_overlapping_and_dense(),
+      owner,
+      ": a master must stay a dense float32 tensor, but got ",
+      describe_parameter(group, index, pair.master));
+  TORCH_CHECK_TYPE(
+      is_supported(pair.model.scalar_type()) &&
+          pair.model.device() == pair.master.device(),
+      owner,
+      ": a parameter must keep a floating dtype and the device of its "
+      "master, but got ",
+      describe_parameter(group, index, pair.model));
+}
+
 // Fills the lists of masters with the pairs that `add` accepts.
 template <typename Add>
 void MasterWeights::Impl::fill_masters(const Add& add) {
@@ -294,20 +323,7 @@ void MasterWeights::Impl::fill_masters(const Add& add) {
     if (!pair.master.defined() || !add(pair)) {
       return;
     }
-    check_shape(pair, group, index);
-    TORCH_CHECK(
-        pair.master.scalar_type() == at::kFloat &&
-            pair.master.is_non_overlapping_and_dense(),
-        owner,
-        ": a master must stay a dense float32 tensor, but got ",
-        describe_parameter(group, index, pair.master));
-    TORCH_CHECK_TYPE(
-        is_supported(pair.model.scalar_type()) &&
-            pair.model.device() == pair.master.device(),
-        owner,
-        ": a parameter must keep a floating dtype and the device of its "
-        "master, but got ",
-        describe_parameter(group, index, pair.model));
+    check_master(pair, group, index);
     lists(pair.master.device()).master_positions.emplace_back(group, index);
   });
 }
@@ -346,6 +362,7 @@ void MasterWeights::adopt_model_writes() {
       auto& pair = impl.groups[group][index];
       bump_version(pair.master);
       pair.see_model();
+      pair.written_version = detail::version_of(pair.master);
     }
   }
 }
@@ -361,10 +378,29 @@ void MasterWeights::overwrite_masters() {
   });
 }
 
-void MasterWeights::write_model() {
+// Remembers what was just written to the model.
+void MasterWeights::Impl::see_written(
+    Pair& pair,
+    std::int64_t group,
+    std::int64_t index,
+    bool saturated) {
+  bump_version(pair.model);
+  pair.see_model();
+  pair.written_version = detail::version_of(pair.master);
+  pair.saturated = saturated;
+  if (saturated && !pair.saturation_reported) {
+    pair.saturation_reported = true;
+    new_saturations.push_back({group, index, pair.model, 0, 0, 0.0, 0.0, true});
+  }
+}
+
+void MasterWeights::write_model(bool only_stale) {
   auto& impl = *impl_;
   detail::Staging staging;
-  impl.fill_masters([](const Pair&) { return true; });
+  const bool all = !std::exchange(impl.rule_ran, false) || !only_stale;
+  impl.fill_masters([&](const Pair& pair) {
+    return all || pair.written_version != detail::version_of(pair.master);
+  });
   for (auto& lists : impl.devices) {
     for (const auto& [group, index] : lists.master_positions) {
       const auto& pair = impl.groups[group][index];
@@ -379,15 +415,11 @@ void MasterWeights::write_model() {
     const auto& saturated = lists.kernels->saturated();
     for (std::size_t i = 0; i < lists.master_positions.size(); ++i) {
       const auto& [group, index] = lists.master_positions[i];
-      auto& pair = impl.groups[group][index];
-      bump_version(pair.model);
-      pair.see_model();
-      pair.saturated = saturated[i] != 0;
-      if (pair.saturated && !pair.saturation_reported) {
-        pair.saturation_reported = true;
-        impl.new_saturations.push_back(
-            {group, index, pair.model, 0, 0, 0.0, 0.0, true});
-      }
+      impl.see_written(
+          impl.groups[group][index],
+          group,
+          index,
+          saturated[i] != 0);
     }
   }
 }

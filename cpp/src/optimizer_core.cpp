@@ -16,7 +16,10 @@ OptimizerCore::OptimizerCore(
     std::shared_ptr<LossScaler> loss_scaler)
     : options_(std::move(options)),
       loss_scaler_(std::move(loss_scaler)),
-      master_weights_(options_.owner, options_.model_writes) {
+      master_weights_(
+          options_.owner,
+          options_.model_writes,
+          options_.materialize_gradients) {
   check_scaler(loss_scaler_.get());
 }
 
@@ -166,6 +169,17 @@ void OptimizerCore::check_nothing_waits() const {
   }
 }
 
+void OptimizerCore::check_nothing_lost() const {
+  if (const auto lost = master_weights_.lost_gradient()) {
+    TORCH_CHECK(
+        false,
+        options_.owner,
+        ".step: gradients must stay as update_master_grads() left them with "
+        "materialize_master_grads=False, but got a cleared or changed one at ",
+        detail::describe_parameter(lost->group, lost->index, lost->parameter));
+  }
+}
+
 std::string OptimizerCore::first_offender() const {
   const auto report = master_weights_.report();
   const auto* offender = report.first_offender();
@@ -235,6 +249,9 @@ void OptimizerCore::note_saturations() {
 
 bool OptimizerCore::begin_step() {
   check_nothing_waits();
+  if (!overflow_) {
+    check_nothing_lost();
+  }
   latched_scale_ = 0.0;
   if (std::exchange(update_pending_, false)) {
     // The floor counts if the step was made on it, not if it was just reached.
@@ -251,8 +268,8 @@ bool OptimizerCore::begin_step() {
   return true;
 }
 
-void OptimizerCore::finish_step() {
-  master_weights_.write_model();
+void OptimizerCore::finish_step(bool rewrite) {
+  master_weights_.write_model(!rewrite);
   note_saturations();
   ++steps_applied_;
   floor_warned_ = false;
@@ -283,6 +300,7 @@ void OptimizerCore::begin_evaluation() {
 Evaluation OptimizerCore::end_evaluation() {
   check_nothing_waits();
   if (!overflow_) {
+    check_nothing_lost();
     // What the closure wrote to the model, as Embedding(max_norm=...) does.
     master_weights_.adopt_model_writes();
     if (first_evaluation_) {

@@ -10,14 +10,20 @@ std::string dtype_name(c10::ScalarType type) {
   return std::string(c10::getDtypeNames(type).first);
 }
 
+std::string describe_tensor(const at::Tensor& tensor) {
+  std::ostringstream text;
+  text << "shape " << tensor.sizes() << ", " << dtype_name(tensor.scalar_type())
+       << ", " << tensor.device();
+  return text.str();
+}
+
 std::string describe_parameter(
     std::int64_t group,
     std::int64_t index,
     const at::Tensor& parameter) {
   std::ostringstream text;
-  text << "group " << group << ", index " << index << ": shape "
-       << parameter.sizes() << ", " << dtype_name(parameter.scalar_type())
-       << ", " << parameter.device();
+  text << "group " << group << ", index " << index << ": "
+       << describe_tensor(parameter);
   return text.str();
 }
 

@@ -9,7 +9,10 @@
 #include "parameter_text.h"
 #include "seen_tensor.h"
 
+#include <array>
+#include <cstddef>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -53,6 +56,11 @@ struct MasterWeights::Pair {
   bool saturated = false;
   bool saturation_reported = false;
 
+  // The version of the master as the model was written from it last.
+  std::optional<std::uint32_t> written_version;
+  // Whether `take_gradients` took one that no `zero_grad` has dropped since.
+  bool has_taken = false;
+
   // The tensor that the inner optimizer holds.
   const at::Tensor& visible() const {
     return master.defined() ? master : model;
@@ -77,12 +85,6 @@ struct MasterWeights::Pair {
         model.scalar_type() != model_type || model.device() != model_device;
   }
 
-  // Remembers the gradients as an update leaves them.
-  void see_gradients() {
-    taken_gradient.record(detail::gradient_of(model));
-    measured_gradient.record(detail::gradient_of(visible()));
-  }
-
   void see_model() {
     model_data = model.const_data_ptr();
     model_version = detail::version_of(model);
@@ -92,6 +94,36 @@ struct MasterWeights::Pair {
 };
 
 struct MasterWeights::Impl {
+  // A number in memory that an optimizer keeps for a parameter.
+  struct CounterMemory {
+    void* data;
+    bool single;
+
+    double read() const {
+      return single ? static_cast<double>(*static_cast<const float*>(data))
+                    : *static_cast<const double*>(data);
+    }
+    void write(double value) const {
+      if (single) {
+        *static_cast<float*>(data) = static_cast<float>(value);
+      } else {
+        *static_cast<double*>(data) = value;
+      }
+    }
+  };
+
+  struct PreparedUpdate {
+    std::int64_t group;
+    std::int64_t index;
+    bool fresh;
+    std::array<CounterMemory, UpdateRule::kMostCounters> counters;
+  };
+
+  // What a rule needs of the options and counters of a parameter.
+  struct PreparedStep {
+    alignas(8) std::byte bytes[UpdateRule::kStepBytes];
+  };
+
   // The lists of one device, kept between calls for their memory.
   struct DeviceLists {
     explicit DeviceLists(c10::Device where)
@@ -106,10 +138,16 @@ struct MasterWeights::Impl {
     std::vector<detail::ZeroItem> zeros;
     std::vector<detail::MasterItem> masters;
     std::vector<std::pair<std::int64_t, std::int64_t>> master_positions;
+    // Of the prepared update, and with each item its pair and what else it
+    // needs.
+    std::vector<detail::UpdateItem> updates;
+    std::vector<PreparedUpdate> prepared;
+    std::vector<PreparedStep> steps;
   };
 
   std::string owner;
   ModelWrites model_writes;
+  bool materialize_gradients;
   std::vector<std::vector<Pair>> groups;
   std::vector<DeviceLists> devices;
   // For measuring between updates, whose findings stay as they are.
@@ -118,6 +156,15 @@ struct MasterWeights::Impl {
   // from changes by others.
   bool measured = false;
   bool natives_scaled = false;
+  // An update rule has run since `write_model`.
+  bool rule_ran = false;
+  // What half gradients still have to be multiplied by, one after the other,
+  // where master gradients are not materialized.
+  std::vector<detail::Factor> factors;
+  // The rule of the prepared update, and the options of its groups.
+  const UpdateRule* rule = nullptr;
+  c10::ArrayRef<RuleOptions> rule_options;
+  std::optional<detail::Staging> update_staging;
   std::vector<TensorReport> new_saturations;
   std::vector<std::vector<at::Tensor>> snapshot;
 
@@ -155,6 +202,27 @@ struct MasterWeights::Impl {
     return result;
   }
 
+  // Whether the gradient of the pair stays in the model until the step.
+  bool lean(const Pair& pair) const {
+    return !materialize_gradients && pair.master.defined();
+  }
+
+  // The gradient that the inner optimizer's step uses.
+  const at::Tensor& inner_gradient(const Pair& pair) const {
+    static const at::Tensor none;
+    if (!lean(pair)) {
+      return detail::gradient_of(pair.visible());
+    }
+    return pair.has_taken ? detail::gradient_of(pair.model) : none;
+  }
+
+  // Remembers the gradients as an update leaves them.
+  void see_gradients(Pair& pair) const {
+    pair.has_taken = true;
+    pair.taken_gradient.record(detail::gradient_of(pair.model));
+    pair.measured_gradient.record(inner_gradient(pair));
+  }
+
   void check_one(
       const at::Tensor& parameter,
       std::int64_t group,
@@ -175,13 +243,29 @@ struct MasterWeights::Impl {
   void clear_scales();
   void run_scales(double factor);
   void scale_natives_back(const detail::Factor* keep);
-  void list_gradients(detail::Staging& staging);
+  at::Tensor unscaled_gradient(const Pair& pair) const;
+  template <typename Use>
+  void measure(const Use& use);
+  std::optional<std::string> obstacle(
+      const DueParameter& due,
+      const RuleState& state) const;
+  void add_update(const DueParameter& due, const RuleState& state);
+  NewRuleState make_state(detail::UpdateItem& item, PreparedUpdate& prepared)
+      const;
+  void prepare_steps(DeviceLists& lists) const;
+  void see_written(
+      Pair& pair,
+      std::int64_t group,
+      std::int64_t index,
+      bool saturated);
   template <typename Add>
   void fill_masters(const Add& add);
   detail::MasterItem master_item(const Pair& pair, const at::Tensor& model)
       const;
   void adopt_across_types(const Pair& pair) const;
   void check_shape(const Pair& pair, std::int64_t group, std::int64_t index)
+      const;
+  void check_master(const Pair& pair, std::int64_t group, std::int64_t index)
       const;
 };
 

@@ -8,6 +8,7 @@ from fp16core._torch_check import check_torch as _check_torch
 
 _check_torch(_torch.__version__, _torch.version.cuda)
 
+from fp16core import optim  # noqa: E402
 from fp16core._build_info import version as __version__  # noqa: E402
 from fp16core._core import GradientReport, LossScaleError  # noqa: E402
 from fp16core.fp16_optimizer import FP16_Optimizer  # noqa: E402
@@ -20,4 +21,5 @@ __all__ = [
     "LossScaleError",
     "LossScaler",
     "__version__",
+    "optim",
 ]

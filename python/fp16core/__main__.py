@@ -29,6 +29,7 @@ def info() -> str:
         "backends": f"CPU on, CUDA {cuda}",
         "instruction set": _core.cpu_capability(),
         "threads": str(torch.get_num_threads()),
+        "fused steps": ", ".join(_core.update_rules()),
     }
     width = max(map(len, facts))
     return "\n".join(f"{name:<{width}}  {fact}" for name, fact in facts.items())

@@ -20,6 +20,12 @@ from fp16core._inner_optimizer import (
     mark_wrapped,
     tell_schedulers,
 )
+from fp16core._update_rule import (
+    find_rule,
+    has_post_hooks,
+    has_pre_hooks,
+    step_by_rule,
+)
 from fp16core.loss_scaler import DynamicLossScaler, LossScaler
 
 logger = logging.getLogger("fp16core")
@@ -70,6 +76,12 @@ class FP16_Optimizer(torch.optim.Optimizer):
     ``_model_params_to_master_params()`` after them, or pass
     ``track_model_writes="values"``.
 
+    Where the wrapped optimizer is SGD, Adam, AdamW, Adagrad, RMSprop, NAdam or Adamax
+    of ``torch.optim``, or :class:`fp16core.optim.Lion`, the core runs its update rule
+    itself, in one pass that also writes the model. State, options and hooks are those
+    of the wrapped optimizer all the same, and the numbers are those of torch's fused
+    kernels, or of its loops where it has none. :attr:`step_mode` tells what is done.
+
     Args:
         init_optimizer: a constructed optimizer, of ``torch.optim`` or anything
             with ``param_groups``, ``state``, ``step`` and the state dict methods.
@@ -85,13 +97,24 @@ class FP16_Optimizer(torch.optim.Optimizer):
             A static scale is always at its floor.
         track_model_writes: "version", or "values" to compare all weights before
             every step.
+        fused: None to run the core's update rule where it applies, which is decided
+            anew at every step; True to insist on it; False to leave every step to the
+            wrapped optimizer. It does not apply to other classes than those above,
+            subclasses among them, to an optimizer whose ``step`` was replaced, to
+            ``capturable`` and ``differentiable`` groups, to sparse gradients, and to
+            state of another dtype, layout or device than the weight's.
+        materialize_master_grads: False saves the fp32 gradients, 4 bytes a parameter:
+            masters have none, a backward pass only checks and measures, and the
+            update rule reads the half gradients. It insists on the rule as
+            ``fused=True`` does. Same bits.
 
     Raises:
         TypeError: for something that is not an optimizer, and for a trainable
             parameter of another dtype, layout or kind, naming its group and index.
         NotImplementedError: for a trainable parameter on a device without kernels.
-        ValueError: for an optimizer that is wrapped already or differentiable, and
-            for scaler arguments that make no sense.
+        ValueError: for an optimizer that is wrapped already or differentiable, for one
+            without an update rule where one is insisted on, and for scaler arguments
+            that make no sense.
 
     All of these come before anything is changed.
     """
@@ -109,9 +132,18 @@ class FP16_Optimizer(torch.optim.Optimizer):
         check_overflow: bool = True,
         on_min_scale: str = "warn",
         track_model_writes: str = "version",
+        fused: bool | None = None,
+        materialize_master_grads: bool = True,
     ) -> None:
         # Optimizer.__init__ is not run: it would make groups and state of its own.
         check_optimizer(init_optimizer, "FP16_Optimizer")
+        insistence = _insistence(fused, materialize_master_grads)
+        if insistence:
+            found = find_rule(init_optimizer)
+            if not isinstance(found, str):
+                found = found.obstacle(init_optimizer.param_groups) or ""
+            if found:
+                raise ValueError(f"FP16_Optimizer: {insistence}, but got {found}")
         scaler: LossScaler | DynamicLossScaler
         if dynamic_loss_scale:
             scaler = DynamicLossScaler(**(dynamic_loss_args or {}))
@@ -128,6 +160,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
             check_overflow,
             _choice(_ON_MIN_SCALE, "on_min_scale", on_min_scale),
             _choice(_MODEL_WRITES, "track_model_writes", track_model_writes),
+            bool(materialize_master_grads),
         )
         core.check(init_optimizer.param_groups)
 
@@ -135,6 +168,10 @@ class FP16_Optimizer(torch.optim.Optimizer):
         self.verbose = verbose
         self.clip_grad_norm: Callable[..., Any] = clip_grad_norm_
         self._core = core
+        self._fused = fused
+        self._insistence = insistence
+        # What kept the rule from the last step that it should have run.
+        self._obstacle: str | None = None
         for name in (
             "step_pre",
             "step_post",
@@ -215,6 +252,12 @@ class FP16_Optimizer(torch.optim.Optimizer):
         Sets :attr:`overflow`. The master gradients are rebuilt from the model's
         gradients each time, so calling it again is harmless; it also undoes
         clipping, which therefore comes last.
+
+        Raises:
+            TypeError: for a gradient that is not floating point, or of another dtype
+                than a parameter without a master.
+            NotImplementedError: for a gradient that is neither strided nor sparse COO;
+                with ``materialize_master_grads=False`` for a sparse one too.
         """
         self._ingest()
         self._core.update_master_grads()
@@ -238,6 +281,12 @@ class FP16_Optimizer(torch.optim.Optimizer):
         """
         if self.clip_grad_norm is not clip_grad_norm_ and not self.overflow:
             # Scripts put a function of their own into this attribute.
+            if not self._core.materialize_gradients:
+                raise RuntimeError(
+                    "FP16_Optimizer.clip_master_grads: clip_grad_norm must be left as "
+                    "it is with materialize_master_grads=False, since masters have no "
+                    f"gradients, but got {self.clip_grad_norm!r}"
+                )
             params = [p for group in self.param_groups for p in group["params"]]
             return self.clip_grad_norm(params, max_norm, norm_type)  # type: ignore[no-any-return]
         return self._core.clip_master_grads(float(max_norm), float(norm_type))
@@ -261,7 +310,10 @@ class FP16_Optimizer(torch.optim.Optimizer):
             What the wrapped optimizer's step returns; None if the step was skipped.
 
         Raises:
-            RuntimeError: while gradients wait that have not been taken.
+            RuntimeError: while gradients wait that have not been taken; where an update
+                rule is insisted on, if something stands in its way; and with
+                ``materialize_master_grads=False`` if gradients were cleared or changed
+                since the update.
             LossScaleError: if a later evaluation of a closure overflows for good,
                 with masters and model back at their values on entry; and under
                 ``on_min_scale="raise"``.
@@ -286,6 +338,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
 
     def _step(self) -> Any:
         self._ingest()
+        self._insist_on_rule()
         try:
             applies = self._core.begin_step()
         finally:
@@ -293,13 +346,14 @@ class FP16_Optimizer(torch.optim.Optimizer):
         if not applies:
             tell_schedulers(self.optimizer)
             return None
-        result = self.optimizer.step()
-        self._core.finish_step()
-        self._log()
+        rewrite = has_post_hooks(self.optimizer)
+        result = self._inner_step()
+        self._finish_step(rewrite)
         return result
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         self._ingest()
+        self._insist_on_rule()
         core = self._core
         core.begin_closure_step()
 
@@ -316,8 +370,9 @@ class FP16_Optimizer(torch.optim.Optimizer):
                 if outcome is Evaluation.SKIP:
                     raise _SkippedStep
 
+        rewrite = has_post_hooks(self.optimizer)
         try:
-            result = self.optimizer.step(evaluate)
+            result = self._inner_step(evaluate)
         except _SkippedStep:
             tell_schedulers(self.optimizer)
             try:
@@ -328,9 +383,45 @@ class FP16_Optimizer(torch.optim.Optimizer):
         except BaseException:
             core.abandon_step(False)
             raise
-        core.finish_step()
-        self._log()
+        self._finish_step(rewrite)
         return result
+
+    def _inner_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the wrapped optimizer's step, or the core's rule in its place."""
+        rule = "" if self._fused is False else find_rule(self.optimizer)
+        if isinstance(rule, str):
+            step = self.optimizer.step
+            return step() if closure is None else step(closure)
+
+        def update() -> str | None:
+            inner = self.optimizer
+            if closure is not None or has_pre_hooks(inner):
+                self._ingest()  # they have run since
+            obstacle = self._core.update(rule, inner.param_groups, inner.state)
+            # Options are looked at again by whoever asks.
+            of_option = obstacle and rule.obstacle(inner.param_groups)
+            self._obstacle = None if of_option else obstacle
+            return obstacle
+
+        return step_by_rule(self.optimizer, closure, update, self._refuse)
+
+    def _finish_step(self, rewrite: bool) -> None:
+        # A hook may write masters through `.data`, which leaves no trace, and it
+        # may come or go while the step runs.
+        self._core.finish_step(rewrite or has_post_hooks(self.optimizer))
+        self._log()
+
+    def _insist_on_rule(self) -> None:
+        if self._insistence:
+            rule = find_rule(self.optimizer)
+            if isinstance(rule, str):
+                self._refuse(rule)
+
+    def _refuse(self, obstacle: str) -> None:
+        if self._insistence:
+            raise RuntimeError(
+                f"FP16_Optimizer.step: {self._insistence}, but got {obstacle}"
+            )
 
     def zero_grad(  # type: ignore[override]
         self, set_grads_to_None: bool = False, *, set_to_none: bool | None = None
@@ -367,6 +458,19 @@ class FP16_Optimizer(torch.optim.Optimizer):
         """How many steps were skipped for an overflow. Part of the checkpoint."""
         return self._core.steps_skipped
 
+    @property
+    def step_mode(self) -> str:
+        """How a step is made: "fused Adam", by the core's update rule of that name,
+        or "generic (...)", by the wrapped optimizer, and why. What state and
+        gradients had to do with it is that of the last step."""
+        if self._fused is False:
+            return "generic (fused=False)"
+        rule = find_rule(self.optimizer)
+        if isinstance(rule, str):
+            return f"generic ({rule})"
+        obstacle = rule.obstacle(self.optimizer.param_groups) or self._obstacle
+        return f"generic ({obstacle})" if obstacle else f"fused {rule.name}"
+
     def gradient_report(self) -> _core.GradientReport:
         """Return what the last update found, for each gradient and in total."""
         return self._core.gradient_report()
@@ -374,8 +478,10 @@ class FP16_Optimizer(torch.optim.Optimizer):
     def inspect_master_grad_data(self) -> list[list[torch.Tensor | None]] | None:
         """Return the gradients that the wrapped optimizer sees, by group.
 
-        They alias the real ones; None stands for a parameter without one. After an
-        overflow they mean nothing: a warning is printed and None returned.
+        They alias the real ones; None stands for a parameter without one. Those of
+        masters are made for the call with ``materialize_master_grads=False``, and None
+        where the model's gradient changed since the update. After an overflow they
+        mean nothing: a warning is printed and None returned.
         """
         if self.overflow:
             print(
@@ -680,8 +786,9 @@ class FP16_Optimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         kind = "dynamic" if self.dynamic_loss_scale else "static"
-        return f"{type(self).__name__}({kind} loss scale {self.loss_scale:g}, " + (
-            f"{self.optimizer!r})"
+        return (
+            f"{type(self).__name__}({kind} loss scale {self.loss_scale:g}, "
+            f"{self.step_mode} step, {self.optimizer!r})"
         )
 
     def __getstate__(self) -> NoReturn:
@@ -692,6 +799,25 @@ class FP16_Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: object) -> NoReturn:
         self.__getstate__()
+
+
+def _insistence(fused: Any, materialize: Any) -> str:
+    """Return what insists on an update rule, as the rule of an error; "" if nothing."""
+    if not (fused is None or isinstance(fused, bool)):
+        raise ValueError(
+            f"FP16_Optimizer: fused must be None, True or False, but got {fused!r}"
+        )
+    if not isinstance(materialize, bool):
+        raise ValueError(
+            "FP16_Optimizer: materialize_master_grads must be True or False, "
+            f"but got {materialize!r}"
+        )
+    if not materialize:
+        rule = "materialize_master_grads=False needs a step by an update rule"
+        if fused is False:
+            raise ValueError(f"FP16_Optimizer: {rule}, but got fused=False")
+        return rule
+    return "fused=True needs a step by an update rule" if fused else ""
 
 
 def _choice(choices: dict[str, Any], name: str, value: Any) -> Any:

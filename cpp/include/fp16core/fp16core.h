@@ -7,3 +7,4 @@
 #include <fp16core/loss_scaler.h>
 #include <fp16core/master_weights.h>
 #include <fp16core/optimizer_core.h>
+#include <fp16core/update_rule.h>

@@ -5,6 +5,7 @@
 
 #include <fp16core/api.h>
 #include <fp16core/gradient_report.h>
+#include <fp16core/update_rule.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -60,9 +61,13 @@ enum class ModelWrites {
 /// concurrent calls. Errors name `owner`, so that they read as the facade's.
 class FP16CORE_API MasterWeights {
  public:
+  /// Without `materialize_gradients` masters have no gradients: a gradient is
+  /// checked and measured where it is, what it is multiplied by is remembered,
+  /// and `run_update` applies it.
   explicit MasterWeights(
       std::string owner,
-      ModelWrites model_writes = ModelWrites::kVersion);
+      ModelWrites model_writes = ModelWrites::kVersion,
+      bool materialize_gradients = true);
   ~MasterWeights();
   MasterWeights(const MasterWeights&) = delete;
   MasterWeights& operator=(const MasterWeights&) = delete;
@@ -136,12 +141,20 @@ class FP16CORE_API MasterWeights {
   /// gradient was changed since, which is noticed.
   double gradient_norm(double norm_type);
 
-  /// Multiplies all master and native gradients by `coefficient` in place.
+  /// Multiplies all master and native gradients by `coefficient`, in place
+  /// where they are materialized.
   void scale_gradients(double coefficient);
 
   /// Returns the gradients that the inner optimizer sees, by group; undefined
-  /// where there is none. They alias the real ones.
+  /// where there is none. They alias the real ones; where master gradients are
+  /// not materialized, those of masters are made for the caller, and undefined
+  /// if the model's gradient changed since it was taken.
   ParamGroups master_gradients() const;
+
+  /// Returns the position of a half parameter whose gradient is no longer what
+  /// `take_gradients` has seen, where master gradients are not materialized and
+  /// it is still needed.
+  std::optional<TensorReport> lost_gradient() const;
 
   /// Clears the gradients of masters, native, frozen and half parameters.
   /// Sets them to None, or detaches and zeroes them.
@@ -152,6 +165,28 @@ class FP16CORE_API MasterWeights {
   /// native parameter with a non-zero gradient counts too.
   std::optional<TensorReport> waiting_gradient(bool native) const;
 
+  /// Prepares an update by a rule, in the place of the inner optimizer's step,
+  /// of every parameter that has a gradient: asks `find_state` for the state of
+  /// each. `options` has an entry for each group, resolved for the rule.
+  ///
+  /// Returns nothing, and `run_update` may follow at once, with options, state
+  /// tensors and gradients as they are; or what stands in the way: state that
+  /// is missing in part, or of another dtype, layout or device than the
+  /// weight's; a sparse gradient, or one of another kind than the weight; a
+  /// native weight with gaps in its memory; and a gradient set on a master that
+  /// should have none. Throws like `write_model` for a master or model that
+  /// changed its kind. Changes nothing.
+  std::optional<std::string> prepare_update(
+      const UpdateRule& rule,
+      c10::ArrayRef<RuleOptions> options,
+      FindRuleState find_state);
+
+  /// Runs the prepared update: one pass that reads gradients, weights and
+  /// state, and writes weights, state and the rounded weights to the model,
+  /// bumping the versions of weights and model. Returns the state that was made
+  /// for parameters without. A parameter without a gradient is untouched.
+  std::vector<NewRuleState> run_update();
+
   /// Finds half parameters that were written by others since the core last
   /// saw them, and lets their masters take over the elements that differ from
   /// the rounded master. Equal elements keep all their bits.
@@ -161,11 +196,13 @@ class FP16CORE_API MasterWeights {
   void overwrite_masters();
 
   /// Writes the masters to the half parameters, rounding to nearest even, and
-  /// bumps their versions. A master beyond the half range becomes inf.
-  void write_model();
+  /// bumps their versions. A master beyond the half range becomes inf. With
+  /// `only_stale`, after a `run_update`, those are left out whose masters did
+  /// not change since they were written, by their version.
+  void write_model(bool only_stale = false);
 
-  /// Returns the pairs whose master was finite and beyond the half range in
-  /// the last `write_model`, each pair once in its life.
+  /// Returns the pairs whose master was finite and beyond the half range when
+  /// it was last written, each pair once in its life.
   std::vector<TensorReport> take_new_saturations();
 
   /// Copies every trainable master and native parameter, so that `rollback`

@@ -26,6 +26,9 @@ struct OptimizerCoreOptions {
   bool check_overflow = true;
   OnMinScale on_min_scale = OnMinScale::kWarn;
   ModelWrites model_writes = ModelWrites::kVersion;
+  /// Whether masters get gradients. Off, the step must be made by an update
+  /// rule of the core (see MasterWeights::prepare_update).
+  bool materialize_gradients = true;
 };
 
 /// What to do after an evaluation of a closure.
@@ -48,7 +51,10 @@ enum class Evaluation {
 ///     scale_loss             then its own backward pass
 ///     update_master_grads
 ///     clip_master_grads      optional
-///     begin_step             true: run the inner step, then finish_step
+///     begin_step             true: run the inner step, or the update rule in
+///                            its place (see
+///                            MasterWeights::prepare_update), then
+///                            finish_step
 ///                            false: the step is skipped
 ///
 /// and for a closure `begin_closure_step`, then for every evaluation
@@ -106,12 +112,16 @@ class FP16CORE_API OptimizerCore {
 
   /// Updates the scale and returns whether the inner step may run. Masters
   /// take over what others wrote to the model. Throws RuntimeError while
-  /// gradients wait that no `update_master_grads` has taken, and
-  /// LossScaleError under OnMinScale::kRaise.
+  /// gradients wait that no `update_master_grads` has taken, or, where master
+  /// gradients are not materialized, taken ones were cleared or changed since;
+  /// and LossScaleError under OnMinScale::kRaise.
   bool begin_step();
 
-  /// Writes the masters to the model and counts the step as applied.
-  void finish_step();
+  /// Writes the masters to the model and counts the step as applied. After an
+  /// update rule, which has written the model, only what changed since is
+  /// written again; `rewrite` asks for everything, where masters may have been
+  /// written without a trace.
+  void finish_step(bool rewrite = false);
 
   /// Starts a step with a closure: updates the scale for what came before.
   void begin_closure_step();
@@ -120,7 +130,8 @@ class FP16CORE_API OptimizerCore {
   void begin_evaluation();
   /// After an evaluation. In a later evaluation than the first, an overflow
   /// that cannot be cured puts masters and model back to their values on entry
-  /// and throws LossScaleError, naming the first offending parameter.
+  /// and throws LossScaleError, naming the first offending parameter. Throws
+  /// RuntimeError like `begin_step`.
   Evaluation end_evaluation();
   /// Ends a closure step that was left before its end: by a skip, with the
   /// count of skipped steps raised, or by a foreign exception.
@@ -156,6 +167,7 @@ class FP16CORE_API OptimizerCore {
   double gradient_scale() const;
   void check_scaler(const LossScaler* loss_scaler) const;
   void check_nothing_waits() const;
+  void check_nothing_lost() const;
   void update_scale(bool overflow, const char* consequence);
   void count_skip(bool at_floor);
   void note_saturations();

@@ -7,7 +7,6 @@
 #include "powers.h"
 
 #include <cmath>
-#include <numeric>
 
 namespace fp16core::detail {
 
@@ -75,7 +74,17 @@ class CpuListKernels final : public ListKernels {
       power_sums_[index] =
           cpu::sum_of_powers(items[chunk.item], chunk.begin, chunk.size, power);
     });
-    return std::accumulate(power_sums_.begin(), power_sums_.end(), 0.0);
+    // By item first, so that it does not matter how many share a call.
+    double sum = 0.0;
+    for (std::int64_t i = 0; i < chunks_.count();) {
+      const auto item = chunks_[i].item;
+      double of_item = 0.0;
+      for (; i < chunks_.count() && chunks_[i].item == item; ++i) {
+        of_item += power_sums_[i];
+      }
+      sum += of_item;
+    }
+    return sum;
   }
 
   void scale_(c10::ArrayRef<ScaleItem> items, const Factor* factor) override {
@@ -111,13 +120,36 @@ class CpuListKernels final : public ListKernels {
           chunk.size,
           stream && may_stream(item.model));
     });
-    saturated_.assign(items.size(), 0);
-    for (std::int64_t i = 0; i < chunks_.count(); ++i) {
-      saturated_[chunks_[i].item] |= beyond_range_[i];
-    }
+    gather_saturated(items.size());
   }
 
   const std::vector<std::uint8_t>& saturated() override { return saturated_; }
+
+  void update(
+      const UpdateRule& rule,
+      c10::ArrayRef<UpdateItem> items,
+      c10::ArrayRef<Factor> factors) override {
+    chunks_.build(items, numel_of);
+    std::int64_t written = 0;
+    for (const auto& item : items) {
+      if (item.model != nullptr) {
+        written += item.numel * static_cast<std::int64_t>(sizeof(c10::Half));
+      }
+    }
+    const bool stream = written > kStreamAbove;
+    const auto run = blocks_.update_kernel(rule.index);
+    beyond_range_.assign(chunks_.count(), 0);
+    chunks_.for_each([&](std::int64_t index, const Chunk& chunk) {
+      const auto& item = items[chunk.item];
+      beyond_range_[index] =
+          run(item,
+              chunk.begin,
+              chunk.size,
+              factors,
+              stream && item.model != nullptr && may_stream(item.model));
+    });
+    gather_saturated(items.size());
+  }
 
   void adopt_model(c10::ArrayRef<MasterItem> items) override {
     chunks_.build(items, numel_of);
@@ -127,6 +159,13 @@ class CpuListKernels final : public ListKernels {
   }
 
  private:
+  void gather_saturated(std::size_t items) {
+    saturated_.assign(items, 0);
+    for (std::int64_t i = 0; i < chunks_.count(); ++i) {
+      saturated_[chunks_[i].item] |= beyond_range_[i];
+    }
+  }
+
   const BlockKernels& blocks_ = cpu::block_kernels();
   cpu::Chunks chunks_;
   std::vector<GradientStats> findings_;

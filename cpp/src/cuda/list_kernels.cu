@@ -75,6 +75,12 @@ class CudaListKernels final : public ListKernels {
   }
   void zero_(c10::ArrayRef<ZeroItem>) override { refuse(); }
   void write_model(c10::ArrayRef<MasterItem>) override { refuse(); }
+  void update(
+      const UpdateRule&,
+      c10::ArrayRef<UpdateItem>,
+      c10::ArrayRef<Factor>) override {
+    refuse();
+  }
   const std::vector<std::uint8_t>& saturated() override { refuse(); }
   void adopt_model(c10::ArrayRef<MasterItem>) override { refuse(); }
 

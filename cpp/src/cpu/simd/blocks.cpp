@@ -5,10 +5,11 @@
 // whatever the width of a register: lane i takes the elements i, i + 16, ... in
 // order. Products and sums are rounded separately (no fused multiply-add, which
 // the baseline lacks). And conversions round to nearest even in hardware and in
-// software alike.
+// software alike. The update rules, which do fuse, are in updates.cpp.
 
 #include "blocks.h"
 #include "stream.h"
+#include "vectors.h"
 
 #include "../../math/half_range.h"
 #include "../../math/unscale.h"
@@ -25,12 +26,7 @@ namespace fp16core::detail::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-using at::vec::Vectorized;
-using Floats = Vectorized<float>;
-using Bits = Vectorized<std::int32_t>;
-
 constexpr int kLanes = 16;
-constexpr int kWidth = Floats::size();
 constexpr int kRegisters = kLanes / kWidth;
 static_assert(kLanes % kWidth == 0);
 
@@ -41,47 +37,6 @@ constexpr std::int64_t kSumBlock = 4096;
 // Squares below 2^-126 lose bits. Each of the 4096 is then off by at most
 // 2^-150, which a sum above this leaves below a relative 2^-38.
 constexpr double kTinySum = 0x1p-100;
-
-constexpr std::int32_t kMagnitude = 0x7fffffff;
-constexpr std::int32_t kInfinity = 0x7f800000;
-
-inline Floats load(const float* source) {
-  return Floats::loadu(source);
-}
-inline Floats load(const c10::Half* source) {
-  Floats values;
-  at::vec::load_fp32_from_fp16(source, values);
-  return values;
-}
-inline Floats load(const c10::BFloat16* source) {
-  Floats values;
-  at::vec::load_fp32_from_bf16(source, values);
-  return values;
-}
-
-// Two registers of fp32 as one of the narrow type.
-template <typename Narrow>
-inline Vectorized<Narrow> narrow(const Floats& low, const Floats& high) {
-  if constexpr (std::is_same_v<Narrow, c10::Half>) {
-    return at::vec::convert_float_half(low, high);
-  } else {
-    return at::vec::convert_float_bfloat16(low, high);
-  }
-}
-
-inline Bits magnitude_bits(const Floats& values) {
-  return at::vec::cast<std::int32_t>(values) & Bits(kMagnitude);
-}
-inline std::int32_t magnitude_bits(float value) {
-  return std::bit_cast<std::int32_t>(value) & kMagnitude;
-}
-
-template <typename T>
-inline std::int32_t largest_of(const Vectorized<T>& values) {
-  T lanes[Vectorized<T>::size()];
-  values.store(lanes);
-  return *std::max_element(lanes, lanes + Vectorized<T>::size());
-}
 
 template <typename T>
 void count_nonfinite(const T* source, std::int64_t n, GradientStats& stats) {
@@ -485,6 +440,7 @@ const BlockKernels kBlocks = {
     zero_,
     write_model,
     adopt_model,
+    update_kernel,
 };
 
 } // namespace CPU_CAPABILITY

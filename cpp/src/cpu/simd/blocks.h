@@ -9,6 +9,15 @@
 
 namespace fp16core::detail::cpu {
 
+/// Runs an update rule on `n` elements of one item. `stream` as below. Returns
+/// whether a finite master was stored as inf.
+using UpdateKernel = bool (*)(
+    const UpdateItem& item,
+    std::int64_t begin,
+    std::int64_t n,
+    c10::ArrayRef<Factor> factors,
+    bool stream);
+
 /// The loops of one instruction set. They give the same bits in all of them.
 struct BlockKernels {
   /// Takes `n` elements of one gradient; adds what it finds to `stats`.
@@ -36,18 +45,23 @@ struct BlockKernels {
       bool stream);
   void (
       *adopt_model)(const MasterItem& item, std::int64_t begin, std::int64_t n);
+  /// Returns the loop of a rule, by UpdateRule::index.
+  UpdateKernel (*update_kernel)(std::size_t rule);
 };
 
 constexpr std::uintptr_t kStreamAlignment = 64;
 
 namespace DEFAULT {
 extern const BlockKernels kBlocks;
-}
+UpdateKernel update_kernel(std::size_t rule);
+} // namespace DEFAULT
 namespace AVX2 {
 extern const BlockKernels kBlocks;
-}
+UpdateKernel update_kernel(std::size_t rule);
+} // namespace AVX2
 namespace AVX512 {
 extern const BlockKernels kBlocks;
-}
+UpdateKernel update_kernel(std::size_t rule);
+} // namespace AVX512
 
 } // namespace fp16core::detail::cpu
