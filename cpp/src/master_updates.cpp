@@ -132,6 +132,32 @@ void MasterWeights::Impl::add_update(
   lists.prepared.push_back(prepared);
 }
 
+// Lists what has a gradient, up to the first obstacle.
+std::optional<std::string> MasterWeights::Impl::list_updates(
+    FindRuleState find_state) {
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    for (std::size_t i = 0; i < groups[g].size(); ++i) {
+      const auto& pair = groups[g][i];
+      const auto group = static_cast<std::int64_t>(g);
+      const auto index = static_cast<std::int64_t>(i);
+      if (lean(pair) && gradient_of(pair.master).defined()) {
+        return "a gradient set on the master of " +
+            describe_parameter(group, index, pair.model);
+      }
+      if ((pair.master.defined() || pair.native()) &&
+          inner_gradient(pair).defined()) {
+        const DueParameter due{group, index, &pair.visible()};
+        const auto state = find_state(due);
+        if (auto found = obstacle(due, state)) {
+          return found;
+        }
+        add_update(due, state);
+      }
+    }
+  }
+  return std::nullopt;
+}
+
 std::optional<std::string> MasterWeights::prepare_update(
     const UpdateRule& rule,
     c10::ArrayRef<RuleOptions> options,
@@ -144,27 +170,11 @@ std::optional<std::string> MasterWeights::prepare_update(
     lists.updates.clear();
     lists.prepared.clear();
   }
-  for (std::size_t g = 0; g < impl.groups.size(); ++g) {
-    for (std::size_t i = 0; i < impl.groups[g].size(); ++i) {
-      const auto& pair = impl.groups[g][i];
-      const auto group = static_cast<std::int64_t>(g);
-      const auto index = static_cast<std::int64_t>(i);
-      if (impl.lean(pair) && gradient_of(pair.master).defined()) {
-        return "a gradient set on the master of " +
-            describe_parameter(group, index, pair.model);
-      }
-      if ((pair.master.defined() || pair.native()) &&
-          impl.inner_gradient(pair).defined()) {
-        const DueParameter due{group, index, &pair.visible()};
-        const auto state = find_state(due);
-        if (auto found = impl.obstacle(due, state)) {
-          return found;
-        }
-        impl.add_update(due, state);
-      }
-    }
+  auto found = impl.list_updates(find_state);
+  if (found) {
+    impl.update_staging.reset();
   }
-  return std::nullopt;
+  return found;
 }
 
 // Makes the state of a parameter that has none.
@@ -233,6 +243,11 @@ void MasterWeights::Impl::prepare_steps(DeviceLists& lists) const {
 std::vector<NewRuleState> MasterWeights::run_update() {
   const at::NoGradGuard no_grad;
   auto& impl = *impl_;
+  TORCH_CHECK(
+      impl.update_staging.has_value(),
+      impl.owner,
+      ".run_update: prepare_update must come first, but got none that found no "
+      "obstacle");
   std::vector<NewRuleState> made;
   for (auto& lists : impl.devices) {
     for (std::size_t k = 0; k < lists.updates.size(); ++k) {

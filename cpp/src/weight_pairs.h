@@ -249,6 +249,7 @@ struct MasterWeights::Impl {
   std::optional<std::string> obstacle(
       const DueParameter& due,
       const RuleState& state) const;
+  std::optional<std::string> list_updates(FindRuleState find_state);
   void add_update(const DueParameter& due, const RuleState& state);
   NewRuleState make_state(detail::UpdateItem& item, PreparedUpdate& prepared)
       const;

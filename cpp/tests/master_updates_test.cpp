@@ -243,6 +243,22 @@ TEST_CASE("what stands in the way is named, and nothing is changed") {
   CHECK(found == "no max_exp_avg_sq for " + where);
 }
 
+TEST_CASE("an update must be prepared") {
+  const auto half = parameter({1.0}, at::kHalf);
+  Stepped stepped(kSgd, sgd(1.0), {{half}});
+  const auto run = [&] { stepped.weights.run_update(); };
+  const std::string text =
+      "Test.run_update: prepare_update must come first, but got none that "
+      "found "
+      "no obstacle";
+  CHECK(error_of<c10::Error>(run) == text);
+  set_grad(half, {1.0});
+  stepped.weights.take_gradients(1.0);
+  CHECK(stepped.step() == std::nullopt);
+  CHECK(error_of<c10::Error>(run) == text);
+  CHECK(equals(half, {0.0}));
+}
+
 TEST_CASE("a native parameter with gaps has no update by rule") {
   const auto gapped =
       at::zeros({4}).slice(0, 0, 4, 2).detach().set_requires_grad(true);

@@ -185,6 +185,7 @@ class FP16CORE_API MasterWeights {
   /// state, and writes weights, state and the rounded weights to the model,
   /// bumping the versions of weights and model. Returns the state that was made
   /// for parameters without. A parameter without a gradient is untouched.
+  /// Throws RuntimeError if none is prepared.
   std::vector<NewRuleState> run_update();
 
   /// Finds half parameters that were written by others since the core last

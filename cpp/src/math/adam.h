@@ -85,11 +85,12 @@ struct Adam {
         descent,
         step.beta2,
         step.rate2);
+    Value variance = state[1];
     if (step.amsgrad) {
-      state[2] = Math::maximum(state[2], state[1]);
+      variance = state[2] = Math::maximum(state[2], variance);
     }
-    const Value denominator = Math::sqrt(step.amsgrad ? state[2] : state[1]) /
-            Math::of(step.root_correction2) +
+    const Value denominator =
+        Math::sqrt(variance) / Math::of(step.root_correction2) +
         Math::of(step.eps);
     weight = weight + Math::of(step.minus_step_size) * state[0] / denominator;
   }
