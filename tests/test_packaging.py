@@ -128,7 +128,8 @@ def test_wheel_holds_everything_and_nothing_else(wheel: pathlib.Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {n for n in archive.namelist() if ".dist-info/" not in n}
     sources = {
-        f"fp16core/{file.name}" for file in (ROOT / "python/fp16core").glob("*.py")
+        str(file.relative_to(ROOT / "python"))
+        for file in (ROOT / "python/fp16core").rglob("*.py")
     }
     headers = {
         f"fp16core/include/fp16core/{file.name}"
@@ -315,6 +316,7 @@ def test_info_says_what_is_installed(environment: pathlib.Path) -> None:
         "backends",
         "instruction set",
         "threads",
+        "fused steps",
     ]
     assert facts["fp16core"] == _build_info.version
     assert facts["torch"].startswith(torch.__version__)
@@ -322,6 +324,8 @@ def test_info_says_what_is_installed(environment: pathlib.Path) -> None:
     assert facts["backends"] == f"CPU on, CUDA {cuda}"
     assert facts["instruction set"] in {"DEFAULT", "AVX2", "AVX512"}
     assert int(facts["threads"]) >= 1
+    rules = ["SGD", "Adam", "Adagrad", "RMSprop", "NAdam", "Adamax", "Lion"]
+    assert facts["fused steps"].split(", ") == rules
 
 
 def test_info_follows_the_environment(

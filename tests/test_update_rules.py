@@ -61,6 +61,10 @@ class Rule:
     example: dict[str, Any]
     # Whether half and float32 parameters have the oracle's bits.
     exact: bool = True
+    # Whether the oracle's zeros have the signs of the rule's. torch.lerp computes the
+    # last numel % 16 elements, ours the last numel % 8, in the other of two ways, and
+    # where nothing is averaged they differ in the sign of a zero.
+    signed_zeros: bool = True
 
     def __str__(self) -> str:
         return self.optimizer_class.__name__
@@ -137,7 +141,14 @@ RULES = [
         {"lr": 0.25},
         exact=False,
     ),
-    Rule("Lion", Lion, {}, {**COMMON, "betas": ADAM["betas"]}, {"lr": 0.25}),
+    Rule(
+        "Lion",
+        Lion,
+        {},
+        {**COMMON, "betas": ADAM["betas"]},
+        {"lr": 0.25},
+        signed_zeros=False,
+    ),
 ]
 
 BY_NAME = {str(rule): rule for rule in RULES}
@@ -308,8 +319,10 @@ class Pair:
                 ulps = 0 if exact or name in ("step", "mu_product") else 1
                 assert got[name].dtype == want[name].dtype, where
                 assert got[name].stride() == want[name].stride(), where
-                size = want[name].abs()
-                assert_close(got[name], want[name], ulps, size, f"{where}: {name}")
+                a, b = got[name], want[name]
+                if not self.rule.signed_zeros:
+                    a, b = a + 0.0, b + 0.0  # makes +0 of -0
+                assert_close(a, b, ulps, b.abs(), f"{where}: {name}")
             if spec.dtype in HALF_DTYPES:
                 assert_close(param, own.to(spec.dtype), 0, None, f"{where}: model")
 

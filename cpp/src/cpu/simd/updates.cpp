@@ -155,7 +155,6 @@ struct Updater {
   // Returns the bits of the largest magnitude that a weight became, by lanes.
   // All that the loop reads besides the elements is in copies of its own, which
   // stores through the pointers cannot change.
-  template <bool kRemainder>
   static Bits update_run(
       const Step* step,
       c10::ArrayRef<Factor> factors,
@@ -170,13 +169,12 @@ struct Updater {
       if (i + kAhead < n) {
         prefetch(at, i + kAhead);
       }
-      update_group<kRemainder>(numbers, scales, at, i, stream_model, largest);
+      update_group<false>(numbers, scales, at, i, stream_model, largest);
     }
-    return i == n
-        ? largest
-        : at::vec::maximum(
-              largest,
-              update_padded<kRemainder>(step, factors, at + i, n - i));
+    return i == n ? largest
+                  : at::vec::maximum(
+                        largest,
+                        update_padded<false>(step, factors, at + i, n - i));
   }
 
   // Fewer elements than a group: in a copy with zeros behind them.
@@ -229,14 +227,16 @@ bool update_elements(
   using Own = Updater<Rule, Real, Gradient, Model>;
   const auto* step = static_cast<const typename Own::Step*>(numbers);
   const std::int64_t body = n - remainder;
-  const Bits largest = at::vec::maximum(
-      Own::template update_run<false>(step, factors, run, body, use_stream),
-      Own::template update_run<true>(
-          step,
-          factors,
-          run + body,
-          remainder,
-          use_stream));
+  Bits largest = Own::update_run(step, factors, run, body, use_stream);
+  if (remainder > 0) {
+    largest = at::vec::maximum(
+        largest,
+        Own::template update_padded<true>(
+            step,
+            factors,
+            run + body,
+            remainder));
+  }
   if constexpr (std::is_void_v<Model>) {
     return false;
   } else {
