@@ -16,8 +16,11 @@ namespace fp16core::detail {
 /// a rule's options.
 template <typename Options>
 struct Option {
+  // An alias: what nvcc makes of the bare type draws a warning from gcc.
+  using Member = double Options::*;
+
   std::string_view name;
-  double Options::* member;
+  Member member;
 };
 
 /// A number that an optimizer keeps for each parameter, and what it starts
