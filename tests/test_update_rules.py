@@ -1042,6 +1042,21 @@ def test_sparse_gradients_take_the_own_step(name: str) -> None:
 # Hooks and closures.
 
 
+def test_a_pre_hook_that_edits_the_groups_and_goes_is_seen() -> None:
+    first, second = half(1.0), half(2.0)
+    inner = torch.optim.SGD([first, second], lr=0.5)
+    optimizer = FP16_Optimizer(inner, verbose=False, fused=True)
+
+    def drop_the_last(*_: Any) -> None:
+        handle.remove()
+        del inner.param_groups[0]["params"][1]
+
+    handle = inner.register_step_pre_hook(drop_the_last)
+    optimizer.backward((first + second).sum().float())
+    optimizer.step()
+    assert (first.item(), second.item()) == (0.5, 2.0)
+
+
 @pytest.mark.parametrize("closure", [False, True], ids=["", "closure"])
 @every_rule
 def test_hooks_run_as_they_do_around_the_own_step(rule: Rule, closure: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer, optimizer
@@ -89,17 +89,8 @@ def step_by_rule(
     return Optimizer.profile_hook_step(step)(inner, *args)
 
 
-def has_pre_hooks(inner: Any) -> bool:
-    """Return whether hooks run before the step of ``inner``; they may edit groups."""
-    return bool(
-        getattr(inner, "_optimizer_step_pre_hooks", None)
-        or optimizer._global_optimizer_pre_hooks
-    )
-
-
-def has_post_hooks(inner: Any) -> bool:
-    """Return whether hooks run after the step of ``inner``; they may move masters."""
-    return bool(
-        getattr(inner, "_optimizer_step_post_hooks", None)
-        or optimizer._global_optimizer_post_hooks
-    )
+def has_hooks(inner: Any, when: Literal["pre", "post"]) -> bool:
+    """Return whether hooks run before, or after, the step of ``inner``. The former
+    may edit its groups, the latter may move masters."""
+    own = getattr(inner, f"_optimizer_step_{when}_hooks", None)
+    return bool(own or getattr(optimizer, f"_global_optimizer_{when}_hooks"))

@@ -20,12 +20,7 @@ from fp16core._inner_optimizer import (
     mark_wrapped,
     tell_schedulers,
 )
-from fp16core._update_rule import (
-    find_rule,
-    has_post_hooks,
-    has_pre_hooks,
-    step_by_rule,
-)
+from fp16core._update_rule import find_rule, has_hooks, step_by_rule
 from fp16core.loss_scaler import DynamicLossScaler, LossScaler
 
 logger = logging.getLogger("fp16core")
@@ -160,7 +155,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
             check_overflow,
             _choice(_ON_MIN_SCALE, "on_min_scale", on_min_scale),
             _choice(_MODEL_WRITES, "track_model_writes", track_model_writes),
-            bool(materialize_master_grads),
+            materialize_master_grads,
         )
         core.check(init_optimizer.param_groups)
 
@@ -346,7 +341,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         if not applies:
             tell_schedulers(self.optimizer)
             return None
-        rewrite = has_post_hooks(self.optimizer)
+        rewrite = has_hooks(self.optimizer, "post")
         result = self._inner_step()
         self._finish_step(rewrite)
         return result
@@ -370,7 +365,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
                 if outcome is Evaluation.SKIP:
                     raise _SkippedStep
 
-        rewrite = has_post_hooks(self.optimizer)
+        rewrite = has_hooks(self.optimizer, "post")
         try:
             result = self._inner_step(evaluate)
         except _SkippedStep:
@@ -393,10 +388,13 @@ class FP16_Optimizer(torch.optim.Optimizer):
             step = self.optimizer.step
             return step() if closure is None else step(closure)
 
+        # Asked now: a hook may be gone when it has run.
+        may_edit_groups = closure is not None or has_hooks(self.optimizer, "pre")
+
         def update() -> str | None:
             inner = self.optimizer
-            if closure is not None or has_pre_hooks(inner):
-                self._ingest()  # they have run since
+            if may_edit_groups:
+                self._ingest()
             obstacle = self._core.update(rule, inner.param_groups, inner.state)
             # Options are looked at again by whoever asks.
             of_option = obstacle and rule.obstacle(inner.param_groups)
@@ -408,7 +406,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
     def _finish_step(self, rewrite: bool) -> None:
         # A hook may write masters through `.data`, which leaves no trace, and it
         # may come or go while the step runs.
-        self._core.finish_step(rewrite or has_post_hooks(self.optimizer))
+        self._core.finish_step(rewrite or has_hooks(self.optimizer, "post"))
         self._log()
 
     def _insist_on_rule(self) -> None:
