@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
@@ -219,6 +219,18 @@ ACTIONS = st.one_of(
 
 
 @settings(max_examples=60, deadline=None)
+@example(  # zeros that are edited stay zeros
+    name="Adagrad",
+    scale=1.0,
+    dynamic=False,
+    track="version",
+    actions=[
+        ("backward", 0, 1e-3, True),
+        ("zero_grad", False),
+        ("edit", 0, 2.0),
+        ("step",),
+    ],
+)
 @given(
     name=st.sampled_from(sorted(INNERS)),
     scale=st.sampled_from([1.0, 8.0, 3.0, 2.0**14]),

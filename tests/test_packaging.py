@@ -469,6 +469,281 @@ def test_cmake_says_that_it_found_no_torch(
     ) in words(result.stdout)
 
 
+# Whether CUDA is built, and for what.
+
+NVCC = """#!/bin/sh
+case $1 in
+--version) echo "Cuda compilation tools, release {0}, V{0}.86" ;;
+--list-gpu-code) printf 'sm_75\\nsm_80\\nsm_90\\nsm_103\\n' ;;
+*) exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def scratch(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """A folder, and an environment that names no CUDA toolkit of this machine."""
+    for name in ("CUDACXX", "CUDAARCHS", "CUDAToolkit_ROOT", "TORCH_CUDA_ARCH_LIST"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.setenv(name, str(tmp_path / "toolkit"))
+    return tmp_path
+
+
+def toolkit(scratch: pathlib.Path, version: str) -> None:
+    """Makes what CMake reads of a CUDA toolkit; its nvcc compiles nothing."""
+    folder = scratch / "toolkit"
+    for name in ("bin/nvcc", "include/cuda_runtime.h", "lib64/libcudart.so"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(NVCC.format(version) if name == "bin/nvcc" else "")
+    (folder / "bin/nvcc").chmod(0o755)
+
+
+def configure_core(
+    scratch: pathlib.Path, tag: str, *definitions: str
+) -> subprocess.CompletedProcess[str]:
+    """Configures the C++ core for a made-up torch 2.13.0 with the local ``tag``."""
+    site = scratch / "site-packages"
+    folder = site / "torch"
+    if not folder.exists():
+        libtorch(folder, "2.13.0", b"")
+        (folder / "build-version").write_text(f"2.13.0+{tag}\n")
+        (folder / "include/torch/csrc/api/include").mkdir(parents=True)
+        libraries = [folder / "lib" / "libtorch_cpu.so", folder / "lib/libgomp.so.1"]
+        if tag != "cpu":
+            libraries.append(folder / "lib" / "libtorch_cuda.so")
+            # Beside torch's runtime an older one that another package left behind.
+            major = tag[2:-1]
+            libraries += [
+                site / "nvidia" / f"cu{major}" / "lib" / f"libcudart.so.{major}",
+                site / "nvidia" / "cuda_runtime" / "lib" / "libcudart.so.11",
+            ]
+        # CMake links a library by its path only where that has a soname.
+        for library in libraries:
+            library.parent.mkdir(parents=True, exist_ok=True)
+            library.symlink_to(TORCH_ROOT / "lib" / "libc10.so")
+    return run(
+        program("cmake"),
+        "-G",
+        "Ninja",
+        f"-DCMAKE_MAKE_PROGRAM={program('ninja')}",
+        "-S",
+        ROOT,
+        "-B",
+        scratch / "build",
+        "-DFP16CORE_BUILD_PYTHON=OFF",
+        f"-DTorch_DIR={folder}/share/cmake/Torch",
+        *definitions,
+        cwd=scratch,
+    )
+
+
+def hide_nvcc() -> str:
+    """Returns the definition that hides every nvcc of this machine from CMake."""
+    folders = [*os.environ["PATH"].split(os.pathsep), "/usr/local/cuda/bin"]
+    holding = [folder for folder in folders if (pathlib.Path(folder) / "nvcc").exists()]
+    return f"-DCMAKE_IGNORE_PATH={';'.join(holding)}"
+
+
+def test_cuda_is_off_for_a_torch_without_it(scratch: pathlib.Path) -> None:
+    toolkit(scratch, "13.0")
+    result = configure_core(scratch, "cpu")
+    assert result.returncode == 0, result.stdout
+    why = "torch 2.13.0+cpu was built without CUDA"
+    lines = [line for line in result.stdout.splitlines() if "CUDA" in line]
+    assert lines == [f"-- CUDA is off: {why}."]
+    result = configure_core(scratch, "cpu", "-DFP16CORE_CUDA=ON")
+    assert result.returncode != 0
+    assert f"FP16CORE_CUDA=ON, but {why}." in words(result.stdout)
+
+
+@pytest.mark.parametrize("missing", ["nvcc", "headers", "version"])
+def test_cuda_is_off_without_a_toolkit(scratch: pathlib.Path, missing: str) -> None:
+    definition = hide_nvcc()
+    if missing != "nvcc":
+        toolkit(scratch, "13.0" if missing == "headers" else "unknown")
+    nvcc = scratch / "toolkit" / "bin" / "nvcc"
+    (scratch / "toolkit/include/cuda_runtime.h").unlink(missing_ok=True)
+    why = {
+        "nvcc": "no nvcc was found on PATH or below CUDA_HOME or CUDA_PATH",
+        "headers": f"{nvcc} has no headers or no libcudart",
+        "version": f"{nvcc} does not say its version",
+    }[missing]
+    result = configure_core(scratch, "cu130", definition)
+    assert result.returncode == 0, result.stdout
+    lines = [line for line in result.stdout.splitlines() if "CUDA" in line]
+    assert lines == [f"-- CUDA is off: {why}."]
+    result = configure_core(scratch, "cu130", "-DFP16CORE_CUDA=ON")
+    assert result.returncode != 0
+    assert f"FP16CORE_CUDA=ON, but {why}." in words(result.stdout)
+
+
+def test_cuda_can_be_switched_off(scratch: pathlib.Path) -> None:
+    toolkit(scratch, "13.0")
+    result = configure_core(scratch, "cu130", "-DFP16CORE_CUDA=OFF")
+    assert result.returncode == 0, result.stdout
+    assert "CUDA" not in result.stdout
+
+
+def test_a_choice_that_does_not_exist_is_refused(scratch: pathlib.Path) -> None:
+    result = configure_core(scratch, "cpu", "-DFP16CORE_CUDA=0")
+    assert result.returncode != 0
+    assert (
+        "FP16CORE_CUDA is '0', but must be one of AUTO, ON, OFF, COMPILE."
+    ) in words(result.stdout)
+
+
+@pytest.mark.parametrize("choice", ["AUTO", "ON"])
+def test_a_toolkit_of_another_major_version_is_refused(
+    scratch: pathlib.Path, choice: str
+) -> None:
+    toolkit(scratch, "12.9")
+    result = configure_core(scratch, "cu130", f"-DFP16CORE_CUDA={choice}")
+    assert result.returncode != 0
+    assert (
+        "torch 2.13.0+cu130 was built with CUDA 13.0, but the toolkit in "
+        f"{scratch}/toolkit is CUDA 12.9. Set CUDA_PATH to a toolkit of CUDA 13, "
+        "install a torch built with CUDA 12, or switch CUDA off with "
+        "FP16CORE_CUDA=OFF."
+    ) in words(result.stdout)
+
+
+def test_a_toolkit_of_another_minor_version_is_warned_of(scratch: pathlib.Path) -> None:
+    toolkit(scratch, "13.2")
+    output = words(configure_core(scratch, "cu130").stdout)
+    assert "CMake Warning" in output
+    assert (
+        "torch 2.13.0+cu130 was built with CUDA 13.0, the toolkit is CUDA 13.2."
+    ) in output
+    assert "-- CUDA 13.2.86 for " in output
+
+
+@pytest.mark.parametrize(
+    ("variables", "definitions", "expected"),
+    [
+        ({}, [], "75-real;80-real;90-real;90-virtual"),
+        ({"TORCH_CUDA_ARCH_LIST": "8.0;9.0+PTX"}, [], "80-real;90-real;90-virtual"),
+        ({"TORCH_CUDA_ARCH_LIST": " 9.0a, 10.3;"}, [], "90a-real;103-real"),
+        ({"CUDAARCHS": "80"}, [], "80"),
+        (
+            {"TORCH_CUDA_ARCH_LIST": "8.0"},
+            ["-DCMAKE_CUDA_ARCHITECTURES=90"],
+            "90",
+        ),
+    ],
+)
+def test_architectures(
+    scratch: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    definitions: list[str],
+    expected: str,
+) -> None:
+    toolkit(scratch, "13.0")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    result = configure_core(scratch, "cu130", *definitions)
+    assert f"-- CUDA 13.0.86 for {expected}\n" in result.stdout
+
+
+def test_architectures_follow_the_environment_when_it_changes(
+    scratch: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toolkit(scratch, "13.0")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
+    assert "13.0.86 for 80-real\n" in configure_core(scratch, "cu130").stdout
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    assert "13.0.86 for 90-real\n" in configure_core(scratch, "cu130").stdout
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
+    assert "13.0.86 for 90-real\n" in configure_core(scratch, "cu130").stdout
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ("Hopper", "names 'Hopper', but only numbers such as 8.0 or 9.0+PTX are"),
+        ("5.0", "names 5.0, which nvcc 13.0.86 does not know."),
+    ],
+)
+def test_architectures_that_cannot_be_built_are_refused(
+    scratch: pathlib.Path, monkeypatch: pytest.MonkeyPatch, entry: str, why: str
+) -> None:
+    toolkit(scratch, "13.0")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", f"8.0;{entry}")
+    result = configure_core(scratch, "cu130")
+    assert result.returncode != 0
+    assert f"TORCH_CUDA_ARCH_LIST {why}" in words(result.stdout)
+
+
+def test_one_cuda_runtime_is_linked(
+    scratch: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.delenv("CUDA_PATH")
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if nvcc is None:
+        assert os.environ.get("FP16CORE_REQUIRE_CUDA") != "1", "there is no nvcc"
+        pytest.skip("there is no nvcc on this machine")
+    version = run(nvcc, "--version", cwd=scratch).stdout
+    release = re.search(r"release (\d+)\.(\d+)", version)
+    assert release, version
+    major, minor = release.groups()
+    result = configure_core(
+        scratch,
+        f"cu{major}{minor}",
+        "-DFP16CORE_CUDA=ON",
+        "-DCMAKE_CUDA_ARCHITECTURES=90",
+        "-DCMAKE_CUDA_ABI_COMPILED=TRUE",  # saves seconds
+    )
+    assert result.returncode == 0, result.stdout
+    ninja = (scratch / "build" / "build.ninja").read_text()
+    (link,) = re.findall(r"^build lib/libfp16core\.so:(?:.*\n)(?:  .*\n)*", ninja, re.M)
+    (libraries,) = re.findall(r"^  LINK_LIBRARIES = (.*)$", link, re.M)
+    assert [word for word in libraries.split() if "libcudart" in word] == [
+        f"{scratch}/site-packages/torch/../nvidia/cu{major}/lib/libcudart.so.{major}"
+    ]
+    assert "cudart_static" not in link
+
+
+PTXAS = """[1/3] Building CUDA object a.cu.o
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_ZN1a4goodEPf' for 'sm_80'
+ptxas info    : Function properties for _ZN1a4goodEPf
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 8 bytes smem, 8 bytes cmem[0]
+ptxas info    : Compiling entry function '_Z3badIN1a3SgdEEvPf' for 'sm_120'
+ptxas info    : Function properties for _Z3badIN1a3SgdEEvPf
+    {1} bytes stack frame, {2} bytes spill stores, {2} bytes spill loads
+ptxas info    : Used {0} registers, used 0 barriers
+ptxas info    : Function properties for _ZN1a6calledEv
+    {3} bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+"""
+
+
+@pytest.mark.parametrize(
+    ("numbers", "over"),
+    [
+        ((128, 0, 0, 0), None),
+        ((129, 0, 0, 0), "bad<Sgd>"),
+        ((32, 8, 0, 0), "bad<Sgd>"),
+        ((32, 0, 4, 0), "bad<Sgd>"),
+        ((32, 0, 0, 16), "called"),
+    ],
+)
+def test_kernels_that_need_too_much_are_named(
+    tmp_path: pathlib.Path, numbers: tuple[int, ...], over: str | None
+) -> None:
+    log = tmp_path / "log"
+    log.write_text(PTXAS.format(*numbers))
+    script = ROOT / "cpp" / "cmake" / "cuda_resources.py"
+    result = run(sys.executable, script, "--ptxas", log, cwd=tmp_path)
+    assert result.returncode == (over is not None), result.stdout
+    named = re.findall(r"^(\S+) for sm_\d+ is over the limits", result.stdout, re.M)
+    assert named == ([] if over is None else [over])
+    log.write_text("ninja: no work to do.\n")
+    assert run(sys.executable, script, "--ptxas", log, cwd=tmp_path).returncode == 1
+
+
 # One pool of threads.
 
 

@@ -311,15 +311,24 @@ void bind_optimizer_core(nb::module_& m) {
           Released())
 
       // The step.
-      .def("begin_step", &OptimizerCore::begin_step, Released())
+      .def(
+          "begin_step",
+          &OptimizerCore::begin_step,
+          Released(),
+          nb::arg("may_defer") = false)
+      .def_prop_ro("deferred", &OptimizerCore::deferred)
+      .def_prop_ro("decided_on_device", &OptimizerCore::decided_on_device)
+      .def("settle", &OptimizerCore::settle, Released())
+      .def(
+          "found_inf",
+          [](OptimizerCore& self) { return weights(self).found_inf(); })
       .def(
           "update",
           [](BoundCore& self,
              const UpdateRule& rule,
              nb::handle param_groups,
              nb::handle state) {
-            return self.rule_view()
-                .update(weights(self), rule, param_groups, state);
+            return self.rule_view().update(self, rule, param_groups, state);
           },
           nb::arg("rule"),
           nb::arg("param_groups"),

@@ -16,10 +16,12 @@ class RuleView {
  public:
   /// Runs `rule` on all parameters with a gradient, with the options in
   /// `param_groups` and the state in `state`, both as in torch.optim and in
-  /// line with `weights` (see MasterWeights::ingest). New state goes into
-  /// `state`. Returns nothing, or with nothing changed what stands in the way.
+  /// line with the masters of `core` (see MasterWeights::ingest). New state
+  /// goes into `state`; to make some, a deferred step is settled first, and is
+  /// over after an overflow. Returns nothing, or with nothing changed what
+  /// stands in the way.
   std::optional<std::string> update(
-      MasterWeights& weights,
+      OptimizerCore& core,
       const UpdateRule& rule,
       nb::handle param_groups,
       nb::handle state);

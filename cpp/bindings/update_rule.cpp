@@ -113,10 +113,31 @@ std::string in_group(std::string_view name, nb::handle group, std::size_t g) {
       " in group " + std::to_string(g);
 }
 
-// Reads the options of all groups, or returns what is there instead.
+// Returns the learning rate of a group if it is a tensor on `device`, or null.
+const at::Tensor* rate_on_device(
+    nb::handle group,
+    const Key& key,
+    std::optional<c10::Device> device) {
+  static PyObject* const lr = PyUnicode_InternFromString("lr");
+  PyObject* value = key.name == lr && !key.is_float32 && device
+      ? PyDict_GetItem(group.ptr(), lr)
+      : nullptr;
+  if (value == nullptr || !THPVariable_Check(value)) {
+    return nullptr;
+  }
+  const auto& tensor = THPVariable_Unpack(value);
+  return tensor.device() == *device && tensor.numel() == 1 &&
+          at::isFloatingType(tensor.scalar_type())
+      ? &tensor
+      : nullptr;
+}
+
+// Reads the options of all groups, or returns what is there instead. A learning
+// rate on `device` is left there.
 std::optional<std::string> read_options(
     const UpdateRule& rule,
     nb::handle param_groups,
+    std::optional<c10::Device> device,
     std::vector<RuleOptions>& options) {
   static const Key fused = Key::of("fused");
   const auto& keys = Keys::of(rule);
@@ -143,7 +164,13 @@ std::optional<std::string> read_options(
       }
     }
     options[g].values.resize(keys.options.size());
+    options[g].on_device.clear();
     for (std::size_t i = 0; i < keys.options.size(); ++i) {
+      if (const auto* rate = rate_on_device(group, keys.options[i], device)) {
+        options[g].on_device.emplace_back(i, *rate);
+        options[g].values[i] = 0.0;
+        continue;
+      }
       const auto number = read_option(group, keys.options[i]);
       if (!number.has_value()) {
         return in_group(rule.options[i], group, g);
@@ -234,14 +261,16 @@ nb::handle parameter_at(
 } // namespace
 
 std::optional<std::string> RuleView::update(
-    MasterWeights& weights,
+    OptimizerCore& core,
     const UpdateRule& rule,
     nb::handle param_groups,
     nb::handle state) {
+  auto& weights = core.master_weights();
   if (!PyList_Check(param_groups.ptr()) || !PyDict_Check(state.ptr())) {
     return "an optimizer whose groups or state are of another kind";
   }
-  if (auto obstacle = read_options(rule, param_groups, options_)) {
+  if (auto obstacle =
+          read_options(rule, param_groups, weights.only_device(), options_)) {
     return obstacle;
   }
   auto obstacle =
@@ -251,10 +280,11 @@ std::optional<std::string> RuleView::update(
           return RuleState();
         }
         const auto parameter = parameter_at(param_groups, due.group, due.index);
-        return read_state(
-            rule,
-            options,
-            PyDict_GetItemWithError(state.ptr(), parameter.ptr()));
+        PyObject* entry = PyDict_GetItemWithError(state.ptr(), parameter.ptr());
+        if (entry == nullptr && PyErr_Occurred() != nullptr) {
+          nb::raise_python_error();
+        }
+        return read_state(rule, options, entry);
       });
   if (obstacle) {
     return obstacle;
@@ -262,7 +292,10 @@ std::optional<std::string> RuleView::update(
   std::vector<NewRuleState> made;
   {
     const nb::gil_scoped_release release;
-    made = weights.run_update();
+    if (weights.makes_state() && !core.settle()) {
+      return std::nullopt;
+    }
+    made = weights.run_update(core.deferred());
   }
   for (const auto& each : made) {
     put_state(
@@ -295,7 +328,7 @@ void bind_update_rule(nb::module_& m) {
           "obstacle",
           [](const UpdateRule& self, nb::handle param_groups) {
             std::vector<RuleOptions> options;
-            return read_options(self, param_groups, options);
+            return read_options(self, param_groups, std::nullopt, options);
           },
           nb::arg("param_groups"),
           "Returns which option it does not cover, or None.");

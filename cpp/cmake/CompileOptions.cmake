@@ -114,6 +114,13 @@ function(fp16core_compile_options target)
       "$<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off;${FP16CORE_OPENMP_FLAGS}>"
       "$<$<COMPILE_LANGUAGE:CUDA>:--fmad=false>"
   )
+  if(FP16CORE_CUDA STREQUAL "COMPILE")
+    # What each kernel needs of a GPU, for cuda_resources.py to read.
+    target_compile_options(
+      ${target}
+      PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v>"
+    )
+  endif()
   if(FP16CORE_SANITIZE)
     set(
       sanitize

@@ -48,7 +48,6 @@ bool has_nonfinite(const std::vector<at::Tensor>& tensors) {
         "float64, but got ",
         detail::dtype_name(type));
     const auto kernels = detail::make_kernels(values.device());
-    const detail::Factor one;
     kernels->take_gradients(
         detail::GradientItem{
             values.const_data_ptr(),
@@ -57,9 +56,8 @@ bool has_nonfinite(const std::vector<at::Tensor>& tensors) {
             type,
             type == at::kDouble ? at::kDouble : at::kFloat,
             false},
-        &one);
-    const auto& stats = kernels->gradient_stats().front();
-    if (stats.inf_count + stats.nan_count > 0) {
+        {});
+    if (kernels->read_totals().found_inf != 0.0F) {
       return true;
     }
   }

@@ -4,6 +4,7 @@
 #include "number.h"
 
 #include <cmath>
+#include <utility>
 
 namespace fp16core {
 
@@ -66,21 +67,52 @@ DynamicLossScaler::DynamicLossScaler(const DynamicLossScalerOptions& options)
 
 DynamicLossScaler::~DynamicLossScaler() = default;
 
+DynamicLossScaler::DynamicLossScaler(const DynamicLossScaler& other)
+    : LossScaler(other), options_(other.options_), state_(other.state()) {}
+
+DynamicLossScaler& DynamicLossScaler::operator=(
+    const DynamicLossScaler& other) {
+  options_ = other.options_;
+  put(other.state());
+  return *this;
+}
+
+LossScaleStorage::~LossScaleStorage() = default;
+
+const DynamicLossScaleState& DynamicLossScaler::state() const {
+  if (storage_ != nullptr) {
+    state_ = storage_->read();
+  }
+  return state_;
+}
+
+void DynamicLossScaler::set_storage(std::shared_ptr<LossScaleStorage> storage) {
+  const auto state = this->state();
+  if (storage != nullptr) {
+    storage->write(state);
+  }
+  storage_ = std::move(storage);
+}
+
 void DynamicLossScaler::set_loss_scale(double scale) {
   check_scale("DynamicLossScaler.loss_scale:", scale);
-  state_.cur_scale = scale;
+  auto state = this->state();
+  state.cur_scale = scale;
+  put(state);
 }
 
 void DynamicLossScaler::update_scale(bool overflow) {
-  detail::update_loss_scale(options_, state_, overflow);
+  auto state = this->state();
+  detail::update_loss_scale(options_, state, overflow);
+  put(state);
 }
 
 bool DynamicLossScaler::at_floor() const {
-  return state_.cur_scale <= options_.min_scale;
+  return state().cur_scale <= options_.min_scale;
 }
 
 std::int64_t DynamicLossScaler::overflows_tolerated() const {
-  return options_.delayed_shift == 1 ? 0 : state_.cur_hysteresis - 1;
+  return options_.delayed_shift == 1 ? 0 : state().cur_hysteresis - 1;
 }
 
 void DynamicLossScaler::set_options(const DynamicLossScalerOptions& options) {
@@ -94,6 +126,13 @@ void DynamicLossScaler::set_state(const DynamicLossScaleState& state) {
       state.cur_hysteresis >= 1,
       "DynamicLossScaler.cur_hysteresis: must be at least 1",
       static_cast<double>(state.cur_hysteresis));
+  put(state);
+}
+
+void DynamicLossScaler::put(const DynamicLossScaleState& state) {
+  if (storage_ != nullptr) {
+    storage_->write(state);
+  }
   state_ = state;
 }
 

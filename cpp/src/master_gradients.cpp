@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 
 namespace fp16core {
 
@@ -47,6 +48,23 @@ const at::Tensor& own_gradient(const at::Tensor& parameter) {
 }
 
 } // namespace
+
+// Returns the number, read if it is out of reach for one of the gradients.
+DeviceNumber MasterWeights::Impl::usable(const DeviceNumber& number) const {
+  if (number.on_host()) {
+    return number;
+  }
+  const auto device = number.memory().device();
+  for (const auto& group : groups) {
+    for (const auto& pair : group) {
+      if (gradient_of(pair.model).defined() &&
+          pair.visible().device() != device) {
+        return number.read();
+      }
+    }
+  }
+  return number;
+}
 
 at::Tensor& MasterWeights::Impl::master_gradient(Pair& pair) {
   auto& gradient = pair.master.mutable_grad();
@@ -123,7 +141,7 @@ at::Tensor MasterWeights::Impl::widen_sparse(
 // Adds the gradient of a parameter to the lists that `run_scales` runs.
 void MasterWeights::Impl::add_scale(
     const at::Tensor& parameter,
-    double factor) {
+    const DeviceNumber& factor) {
   const at::NoGradGuard no_grad;
   const auto& gradient = own_gradient(parameter);
   const at::Tensor values = values_of(gradient);
@@ -132,7 +150,7 @@ void MasterWeights::Impl::add_scale(
         .scales.push_back(
             {values.data_ptr(), values.numel(), values.scalar_type()});
   } else {
-    values.mul_(factor);
+    values.copy_(factor.times(values));
   }
   bump_version(gradient);
 }
@@ -144,28 +162,30 @@ void MasterWeights::Impl::clear_scales() {
   }
 }
 
-void MasterWeights::Impl::run_scales(double value) {
-  const auto factor = Factor::of(value);
+void MasterWeights::Impl::run_scales(const DeviceNumber& factor) {
   for (auto& lists : devices) {
-    lists.kernels->scale_(lists.scales, &factor);
+    lists.kernels->scale_(lists.scales, detail::source_of(factor));
     lists.scales.clear();
   }
 }
 
 // Divides out of native gradients what was multiplied into them, except where
 // that is just what `keep` would multiply in again. Factors rarely differ from
-// one parameter to the next, and each pass takes all that have the same.
-void MasterWeights::Impl::scale_natives_back(const Factor* keep) {
+// one parameter to the next, and each pass takes all that have the same. A
+// gradient that is new `at_update` is scaled; before a backward pass, what
+// there is has been unscaled, whichever tensor it was moved to.
+void MasterWeights::Impl::scale_natives_back(
+    bool at_update,
+    const Factor* keep) {
+  scale_natives_back_on_device(at_update);
   double factor = 1.0;
   do {
     factor = 1.0;
     clear_scales();
     for_each([&](Pair& pair, std::int64_t, std::int64_t) {
       const auto& gradient = gradient_of(pair.model);
-      // A gradient new at an update is scaled; before a backward pass, what
-      // there is has been unscaled, whichever tensor it was moved to.
       if (!gradient.defined() ||
-          (keep != nullptr && !pair.taken_gradient.same(gradient))) {
+          (at_update && !pair.taken_gradient.same(gradient))) {
         pair.native_factor = 1.0;
       }
       if (pair.native_factor == 1.0 ||
@@ -185,10 +205,36 @@ void MasterWeights::Impl::scale_natives_back(const Factor* keep) {
   } while (factor != 1.0);
 }
 
+// The same for what was multiplied into them by a number of the device.
+void MasterWeights::Impl::scale_natives_back_on_device(bool at_update) {
+  for (const auto type : {at::kFloat, at::kDouble}) {
+    const DeviceNumber back = DeviceNumber(1.0) /
+        (type == at::kFloat ? native_on_device : wide_native_on_device);
+    clear_scales();
+    bool any = false;
+    for_each([&](Pair& pair, std::int64_t, std::int64_t) {
+      if (!pair.scaled_on_device || pair.model.scalar_type() != type) {
+        return;
+      }
+      pair.scaled_on_device = false;
+      const auto& gradient = gradient_of(pair.model);
+      if (gradient.defined() &&
+          !(at_update && !pair.taken_gradient.same(gradient))) {
+        add_scale(pair.model, back);
+        any = true;
+      }
+    });
+    if (any) {
+      run_scales(back);
+    }
+  }
+  native_on_device = wide_native_on_device = 1.0;
+}
+
 // Prepares one gradient for the kernel: where it is read, where it is written.
 detail::GradientItem MasterWeights::Impl::gradient_item(
     Pair& pair,
-    const Factor& factor,
+    const DeviceNumber& factor,
     detail::Staging& staging) {
   const auto& gradient = gradient_of(pair.model);
   detail::GradientItem item{};
@@ -200,9 +246,17 @@ detail::GradientItem MasterWeights::Impl::gradient_item(
     const auto& dense = values.is_non_overlapping_and_dense()
         ? values
         : staging.writable(values, values.contiguous(), true);
-    const double wanted = applied(factor, item.source_type);
-    item.unscale = pair.native_factor != wanted;
-    const bool write = item.unscale && wanted != 1.0;
+    bool write = true;
+    if (factor.on_host()) {
+      const double wanted =
+          applied(Factor::of(factor.value()), item.source_type);
+      item.unscale = pair.native_factor != wanted;
+      write = item.unscale && wanted != 1.0;
+      pair.native_factor = wanted;
+      natives_scaled |= wanted != 1.0;
+    } else {
+      pair.scaled_on_device = natives_scaled = true;
+    }
     item.source = dense.const_data_ptr();
     item.destination = write ? dense.data_ptr() : nullptr;
     item.destination_type = item.source_type;
@@ -210,8 +264,6 @@ detail::GradientItem MasterWeights::Impl::gradient_item(
     if (write) {
       bump_version(gradient_of(pair.model));
     }
-    pair.native_factor = wanted;
-    natives_scaled |= wanted != 1.0;
   } else if (!materialize_gradients) {
     item.source = staging.readable(gradient, pair.master).const_data_ptr();
     item.destination = nullptr;
@@ -233,10 +285,10 @@ detail::GradientItem MasterWeights::Impl::gradient_item(
   return item;
 }
 
-void MasterWeights::take_gradients(double scale) {
+void MasterWeights::take_gradients(const DeviceNumber& scale) {
   const at::NoGradGuard no_grad;
   auto& impl = *impl_;
-  const auto factor = Factor::of(1.0 / scale);
+  const DeviceNumber factor = impl.usable(DeviceNumber(1.0) / scale);
   detail::Staging staging;
   impl.for_each([&](Pair& pair, std::int64_t group, std::int64_t index) {
     const auto& gradient = gradient_of(pair.model);
@@ -248,7 +300,8 @@ void MasterWeights::take_gradients(double scale) {
   });
   impl.measured = false;
   if (impl.natives_scaled) {
-    impl.scale_natives_back(&factor);
+    const auto keep = Factor::of(factor.value());
+    impl.scale_natives_back(true, factor.on_host() ? &keep : nullptr);
   }
   for (auto& lists : impl.devices) {
     lists.gradients.clear();
@@ -269,9 +322,14 @@ void MasterWeights::take_gradients(double scale) {
       impl.see_gradients(pair);
     }
   });
+  if (!factor.on_host()) {
+    impl.native_on_device = factor.rounded();
+    impl.wide_native_on_device = factor;
+  }
   impl.factors.assign(impl.materialize_gradients ? 0 : 1, factor);
   for (auto& lists : impl.devices) {
-    lists.kernels->take_gradients(lists.gradients, &factor);
+    lists.took = !lists.gradients.empty();
+    lists.kernels->take_gradients(lists.gradients, detail::source_of(factor));
   }
   if (staging.write_back()) {
     impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
@@ -288,14 +346,64 @@ bool MasterWeights::overflow() const {
       impl_->devices.begin(),
       impl_->devices.end(),
       [](const auto& lists) {
-        const auto& stats = lists.kernels->gradient_stats();
-        return std::any_of(stats.begin(), stats.end(), [](const auto& found) {
-          return found.inf_count + found.nan_count > 0;
-        });
+        return lists.took && lists.kernels->read_totals().found_inf != 0.0F;
       });
 }
 
+// The lists of the one device that has gradients, if it is asynchronous.
+MasterWeights::Impl::DeviceLists* MasterWeights::Impl::only_lists() {
+  DeviceLists* only = nullptr;
+  for (auto& lists : devices) {
+    if (lists.took) {
+      if (only != nullptr) {
+        return nullptr;
+      }
+      only = &lists;
+    }
+  }
+  return only != nullptr && only->kernels->asynchronous() ? only : nullptr;
+}
+
+std::optional<c10::Device> MasterWeights::only_device() const {
+  const auto* lists = impl_->only_lists();
+  return lists == nullptr ? std::nullopt
+                          : std::optional<c10::Device>(lists->device);
+}
+
+detail::ListKernels* MasterWeights::only_kernels() const {
+  const auto* lists = impl_->only_lists();
+  return lists == nullptr ? nullptr : lists->kernels.get();
+}
+
+std::vector<std::pair<std::int64_t, std::int64_t>> MasterWeights::
+    taken_positions() const {
+  const auto* lists = impl_->only_lists();
+  return lists == nullptr ? std::vector<std::pair<std::int64_t, std::int64_t>>()
+                          : lists->gradient_positions;
+}
+
+std::optional<at::Tensor> MasterWeights::model_param(
+    std::int64_t group,
+    std::int64_t index) const {
+  const auto& groups = impl_->groups;
+  if (group >= static_cast<std::int64_t>(groups.size()) ||
+      index >= static_cast<std::int64_t>(groups[group].size())) {
+    return std::nullopt;
+  }
+  return groups[group][index].model;
+}
+
+at::Tensor MasterWeights::found_inf() const {
+  const auto* lists = impl_->only_lists();
+  TORCH_CHECK(
+      lists != nullptr,
+      impl_->owner,
+      ".found_inf: all gradients must be on one CUDA device, but got others");
+  return lists->kernels->found_inf();
+}
+
 GradientReport MasterWeights::report() const {
+  impl_->note_saturations(/*wait=*/true);
   GradientReport report;
   double sum_of_squares = 0.0;
   for (const auto& lists : impl_->devices) {
@@ -331,13 +439,14 @@ GradientReport MasterWeights::report() const {
   return report;
 }
 
-void MasterWeights::restore_scaled_gradients(double ratio) {
+void MasterWeights::restore_scaled_gradients(const DeviceNumber& factor) {
   auto& impl = *impl_;
+  const auto ratio = impl.usable(factor);
   if (impl.natives_scaled) {
-    impl.scale_natives_back(nullptr);
+    impl.scale_natives_back(false, nullptr);
     impl.natives_scaled = false;
   }
-  if (ratio != 1.0) {
+  if (!ratio.on_host() || ratio.value() != 1.0) {
     impl.clear_scales();
     impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
       const auto& gradient = gradient_of(pair.model);
@@ -355,11 +464,10 @@ at::Tensor MasterWeights::Impl::unscaled_gradient(const Pair& pair) const {
   const at::NoGradGuard no_grad;
   const auto& gradient = gradient_of(pair.model);
   const bool wide = gradient.scalar_type() == at::kDouble && !factors.empty();
-  const auto values = wide ? gradient * factors[0].f64 : gradient;
   auto result = detail::empty_dense_like(pair.master, at::kFloat);
-  result.copy_(values);
+  result.copy_(wide ? factors[0].times(gradient) : gradient);
   for (std::size_t f = wide ? 1 : 0; f < factors.size(); ++f) {
-    result.mul_(static_cast<double>(factors[f].f32));
+    result.copy_(factors[f].rounded().times(result));
   }
   return result;
 }
@@ -430,6 +538,56 @@ struct Norms {
 
 } // namespace
 
+// Whether the last update measured the gradients as they are.
+bool MasterWeights::Impl::norm_is_measured() const {
+  bool fresh = measured;
+  std::size_t count = 0;
+  for (const auto& group : groups) {
+    for (const auto& pair : group) {
+      const auto& gradient = inner_gradient(pair);
+      if (gradient.defined()) {
+        ++count;
+        fresh = fresh && pair.measured_gradient.unchanged(gradient);
+      }
+    }
+  }
+  for (const auto& lists : devices) {
+    count -= lists.gradients.size();
+  }
+  return fresh && count == 0;
+}
+
+std::optional<MasterWeights::DeviceClip> MasterWeights::clip_on_device(
+    double max_norm,
+    double norm_type,
+    bool check_overflow) const {
+  auto* lists = impl_->only_lists();
+  if (lists == nullptr || !(norm_type == 2.0 || norm_type == HUGE_VAL) ||
+      !impl_->norm_is_measured()) {
+    return std::nullopt;
+  }
+  const auto memory = at::empty(
+      {static_cast<std::int64_t>(sizeof(detail::Clip))},
+      at::TensorOptions(at::kByte).device(lists->device));
+  lists->kernels->clip(
+      check_overflow,
+      norm_type == HUGE_VAL,
+      max_norm,
+      static_cast<detail::Clip*>(memory.data_ptr()));
+  const auto part = [&](std::size_t offset, at::ScalarType type) {
+    return memory
+        .narrow(
+            0,
+            static_cast<std::int64_t>(offset),
+            static_cast<std::int64_t>(at::elementSize(type)))
+        .view(type);
+  };
+  return DeviceClip{
+      // Copied, so that the caller does not see what the coefficient is.
+      part(offsetof(detail::Clip, norm), at::kFloat).reshape({}).clone(),
+      DeviceNumber(part(offsetof(detail::Clip, coefficient), at::kDouble))};
+}
+
 double MasterWeights::gradient_norm(double norm_type) {
   const at::NoGradGuard no_grad;
   auto& impl = *impl_;
@@ -453,38 +611,34 @@ double MasterWeights::gradient_norm(double norm_type) {
     });
     return norm_type == 0.0 ? sum : std::pow(sum, 1.0 / norm_type);
   }
-  bool fresh = impl.measured;
-  std::size_t count = 0;
-  impl.for_each([&](const Pair& pair, std::int64_t, std::int64_t) {
-    const auto& gradient = impl.inner_gradient(pair);
-    if (gradient.defined()) {
-      ++count;
-      fresh = fresh && pair.measured_gradient.unchanged(gradient);
-    }
-  });
-  for (const auto& lists : impl.devices) {
-    count -= lists.gradients.size();
-  }
-  fresh = fresh && count == 0;
   Norms norms;
-  if (fresh) {
+  if (impl.norm_is_measured()) {
     for (const auto& lists : impl.devices) {
       norms.add(lists.kernels->gradient_stats());
     }
   } else {
     impl.measured = false;
-    const Factor one;
     impl.measure([&](detail::ListKernels& kernels, const auto& items) {
-      kernels.take_gradients(items, &one);
+      kernels.take_gradients(items, {});
       norms.add(kernels.gradient_stats());
     });
   }
   return norm_type == 2.0 ? std::sqrt(norms.sum_of_squares) : norms.largest;
 }
 
-void MasterWeights::scale_gradients(double coefficient) {
+void MasterWeights::scale_gradients(const DeviceNumber& factor) {
   auto& impl = *impl_;
-  const auto factor = Factor::of(coefficient);
+  // Natives are marked as having all of the device's factors, or none.
+  bool marked = false;
+  bool unmarked = false;
+  impl.for_each([&](const Pair& pair, std::int64_t, std::int64_t) {
+    if (pair.native() && gradient_of(pair.model).defined()) {
+      (pair.scaled_on_device ? marked : unmarked) = true;
+    }
+  });
+  const DeviceNumber coefficient =
+      marked && unmarked ? DeviceNumber(factor.read()) : impl.usable(factor);
+  const auto known = Factor::of(coefficient.value());
   impl.clear_scales();
   impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
     const auto& gradient = impl.inner_gradient(pair);
@@ -495,9 +649,13 @@ void MasterWeights::scale_gradients(double coefficient) {
     const auto& parameter = pair.visible();
     impl.add_scale(parameter, coefficient);
     if (pair.native()) {
-      pair.native_factor *= applied(factor, pair.model.scalar_type());
-      if (pair.native_factor == 0.0 || !std::isfinite(pair.native_factor)) {
-        pair.native_factor = 1.0; // zeros or NaN now, on any scale
+      if (!coefficient.on_host()) {
+        pair.scaled_on_device = true;
+      } else {
+        pair.native_factor *= applied(known, pair.model.scalar_type());
+        if (pair.native_factor == 0.0 || !std::isfinite(pair.native_factor)) {
+          pair.native_factor = 1.0; // zeros or NaN now, on any scale
+        }
       }
       impl.natives_scaled = true;
       if (taken) {
@@ -506,8 +664,14 @@ void MasterWeights::scale_gradients(double coefficient) {
     }
   });
   impl.run_scales(coefficient);
+  if (!coefficient.on_host() && (marked || unmarked)) {
+    impl.native_on_device =
+        (impl.native_on_device * coefficient.rounded()).or_one();
+    impl.wide_native_on_device =
+        (impl.wide_native_on_device * coefficient).or_one();
+  }
   if (!impl.materialize_gradients) {
-    impl.factors.push_back(factor);
+    impl.factors.push_back(coefficient);
   }
   impl.measured = false;
 }
@@ -565,11 +729,14 @@ void MasterWeights::zero_grad(bool set_to_none) {
     }
     if (kept) {
       pair.taken_gradient.record(gradient_of(pair.model));
+      pair.taken_is_zero = true;
     } else if (lean) {
       pair.has_taken = false;
     }
     pair.native_factor = 1.0;
+    pair.scaled_on_device = false;
   });
+  impl.native_on_device = impl.wide_native_on_device = 1.0;
   for (auto& lists : impl.devices) {
     lists.kernels->zero_(lists.zeros);
     lists.zeros.clear();
@@ -580,6 +747,7 @@ void MasterWeights::zero_grad(bool set_to_none) {
 }
 
 std::optional<TensorReport> MasterWeights::lost_gradient() const {
+  const at::NoGradGuard no_grad;
   std::optional<TensorReport> lost;
   if (impl_->materialize_gradients) {
     return lost;
@@ -587,7 +755,10 @@ std::optional<TensorReport> MasterWeights::lost_gradient() const {
   impl_->for_each([&](Pair& pair, std::int64_t group, std::int64_t index) {
     const auto& gradient = gradient_of(pair.model);
     if (!lost && impl_->lean(pair) && pair.has_taken &&
-        !(gradient.defined() && pair.taken_gradient.unchanged(gradient))) {
+        !(gradient.defined() &&
+          (pair.taken_gradient.unchanged(gradient) ||
+           // Zeros that became zeros are lost by nobody.
+           (pair.taken_is_zero && !gradient.ne(0).any().item<bool>())))) {
       lost = TensorReport{group, index, pair.model, 0, 0, 0.0, 0.0, false};
     }
   });

@@ -9,6 +9,9 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+#include <utility>
+
 namespace fp16core {
 
 namespace {
@@ -18,11 +21,17 @@ using detail::describe_parameter;
 using detail::describe_tensor;
 using detail::gradient_of;
 
-bool is_counter(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.numel() == 1 && tensor.is_cpu() &&
+// A counter may wait on the host for its first step on a device.
+bool is_counter(const at::Tensor& tensor, c10::Device device) {
+  return tensor.defined() && tensor.numel() == 1 &&
+      (tensor.is_cpu() || tensor.device() == device) &&
       tensor.layout() == at::kStrided &&
       (tensor.scalar_type() == at::kFloat ||
        tensor.scalar_type() == at::kDouble);
+}
+
+detail::CounterMemory memory_of(const at::Tensor& counter) {
+  return {counter.data_ptr(), counter.scalar_type() == at::kFloat};
 }
 
 // Whether a state tensor can be walked together with the weight.
@@ -32,17 +41,6 @@ bool fits(const at::Tensor& tensor, const at::Tensor& weight) {
       tensor.device() == weight.device() &&
       detail::same_dense_layout(tensor, weight);
 }
-
-// What the numbers of a step depend on.
-struct StepKey {
-  std::int64_t group;
-  bool fresh;
-  bool single;
-  c10::ScalarType type;
-  std::array<double, UpdateRule::kMostCounters> counters;
-
-  bool operator==(const StepKey&) const = default;
-};
 
 } // namespace
 
@@ -88,7 +86,7 @@ std::optional<std::string> MasterWeights::Impl::obstacle(
   }
   for (std::size_t i = 0; i < rule->counters.size(); ++i) {
     const auto* counter = state.counters[i];
-    if (counter == nullptr || !is_counter(*counter)) {
+    if (counter == nullptr || !is_counter(*counter, weight.device())) {
       return unfit(rule->counters[i].name, counter);
     }
   }
@@ -105,14 +103,17 @@ void MasterWeights::Impl::add_update(
   item.gradient = gradient.const_data_ptr();
   item.weight = weight.data_ptr();
   if (pair.master.defined()) {
-    item.model = update_staging->writable(pair.model, weight, false).data_ptr();
+    // Read too: a skipped update writes back what was there.
+    item.model = update_staging->writable(pair.model, weight, true).data_ptr();
     item.model_type = pair.model.scalar_type();
     item.unscale = lean(pair);
   }
   item.numel = weight.numel();
   item.gradient_type = gradient.scalar_type();
   item.weight_type = weight.scalar_type();
-  PreparedUpdate prepared{due.group, due.index, state.fresh, {}};
+  item.group = due.group;
+  item.fresh = state.fresh;
+  PreparedUpdate prepared{due.group, due.index, false};
   if (!state.fresh) {
     const auto& uses = rule_options[due.group].uses;
     for (std::size_t i = 0; i < rule->tensors.size(); ++i) {
@@ -122,9 +123,8 @@ void MasterWeights::Impl::add_update(
     }
     for (std::size_t i = 0; i < rule->counters.size(); ++i) {
       const auto& counter = *state.counters[i];
-      prepared.counters[i] = {
-          counter.data_ptr(),
-          counter.scalar_type() == at::kFloat};
+      item.counters[i] = memory_of(counter);
+      prepared.moves_counters |= counter.device() != weight.device();
     }
   }
   auto& lists = Impl::lists(weight.device());
@@ -180,7 +180,7 @@ std::optional<std::string> MasterWeights::prepare_update(
 // Makes the state of a parameter that has none.
 NewRuleState MasterWeights::Impl::make_state(
     detail::UpdateItem& item,
-    PreparedUpdate& prepared) const {
+    const PreparedUpdate& prepared) const {
   const auto& weight = groups[prepared.group][prepared.index].visible();
   const auto& options = rule_options[prepared.group];
   NewRuleState state{prepared.group, prepared.index, {}, {}};
@@ -194,53 +194,47 @@ NewRuleState MasterWeights::Impl::make_state(
   }
   for (std::size_t i = 0; i < rule->counters.size(); ++i) {
     auto& counter = state.counters[i];
-    counter = at::scalar_tensor(rule->counters[i].start, options.counter_type);
-    prepared.counters[i] = {
-        counter.data_ptr(),
-        options.counter_type == at::kFloat};
+    counter = at::full(
+        {},
+        rule->counters[i].start,
+        at::TensorOptions(options.counter_type).device(weight.device()));
+    item.counters[i] = memory_of(counter);
   }
   return state;
 }
 
-// Advances all counters. Most parameters share the numbers of their neighbour.
-void MasterWeights::Impl::prepare_steps(DeviceLists& lists) const {
-  const std::size_t counters = rule->counters.size();
-  std::optional<StepKey> last;
-  std::array<double, UpdateRule::kMostCounters> advanced{};
-  lists.steps.clear();
-  // No step may move: the items point at them.
-  lists.steps.reserve(lists.updates.size());
-  for (std::size_t k = 0; k < lists.updates.size(); ++k) {
-    auto& prepared = lists.prepared[k];
-    StepKey key{
-        prepared.group,
-        prepared.fresh,
-        true,
-        lists.updates[k].weight_type,
-        {}};
-    for (std::size_t i = 0; i < counters; ++i) {
-      key.counters[i] = prepared.counters[i].read();
-      key.single = prepared.counters[i].single;
-    }
-    if (last != key) {
-      advanced = key.counters;
-      rule->prepare(
-          rule_options[prepared.group].values.data(),
-          advanced.data(),
-          prepared.fresh,
-          key.single,
-          key.type,
-          lists.steps.emplace_back().bytes);
-      last = key;
-    }
-    lists.updates[k].step = lists.steps.back().bytes;
-    for (std::size_t i = 0; i < counters; ++i) {
-      prepared.counters[i].write(advanced[i]);
-    }
+// Brings counters that are on the host to the device of the weight, where a
+// step that is not known to be applied can advance them.
+NewRuleState MasterWeights::Impl::move_counters(
+    detail::UpdateItem& item,
+    const PreparedUpdate& prepared) const {
+  const auto& weight = groups[prepared.group][prepared.index].visible();
+  NewRuleState state{prepared.group, prepared.index, {}, {}};
+  for (std::size_t i = 0; i < rule->counters.size(); ++i) {
+    auto& memory = item.counters[i];
+    const auto type = memory.single ? at::kFloat : at::kDouble;
+    state.counters[i] =
+        at::from_blob(memory.data, {}, type).to(weight.device());
+    memory = memory_of(state.counters[i]);
   }
+  return state;
 }
 
-std::vector<NewRuleState> MasterWeights::run_update() {
+bool MasterWeights::makes_state() const {
+  return std::any_of(
+      impl_->devices.begin(),
+      impl_->devices.end(),
+      [this](const auto& lists) {
+        return std::any_of(
+            lists.updates.begin(),
+            lists.updates.end(),
+            [this](const auto& item) {
+              return item.fresh && impl_->rule_options[item.group].has_state;
+            });
+      });
+}
+
+std::vector<NewRuleState> MasterWeights::run_update(bool unless_overflow) {
   const at::NoGradGuard no_grad;
   auto& impl = *impl_;
   TORCH_CHECK(
@@ -249,36 +243,53 @@ std::vector<NewRuleState> MasterWeights::run_update() {
       ".run_update: prepare_update must come first, but got none that found no "
       "obstacle");
   std::vector<NewRuleState> made;
+  std::vector<detail::FactorSource> factors;
+  for (const auto& factor : impl.factors) {
+    factors.push_back(detail::source_of(factor));
+  }
   for (auto& lists : impl.devices) {
     for (std::size_t k = 0; k < lists.updates.size(); ++k) {
+      auto& item = lists.updates[k];
       const auto& prepared = lists.prepared[k];
-      if (prepared.fresh && impl.rule_options[prepared.group].has_state) {
-        made.push_back(impl.make_state(lists.updates[k], lists.prepared[k]));
+      if (item.fresh && impl.rule_options[prepared.group].has_state) {
+        made.push_back(impl.make_state(item, prepared));
+      } else if (prepared.moves_counters) {
+        made.push_back(impl.move_counters(item, prepared));
       }
     }
   }
   for (auto& lists : impl.devices) {
-    impl.prepare_steps(lists);
-    lists.kernels->update(*impl.rule, lists.updates, impl.factors);
+    if (lists.updates.empty()) {
+      continue;
+    }
+    const float* skip =
+        unless_overflow ? &lists.kernels->totals()->found_inf : nullptr;
+    Impl::PendingSaturation pending{
+        lists.kernels->update(
+            *impl.rule,
+            lists.updates,
+            impl.rule_options,
+            factors,
+            skip),
+        {}};
+    for (const auto& prepared : lists.prepared) {
+      pending.positions.emplace_back(prepared.group, prepared.index);
+    }
+    impl.pending_saturations.push_back(std::move(pending));
   }
   impl.update_staging->write_back();
   impl.update_staging.reset();
   impl.rule_ran = true;
   for (auto& lists : impl.devices) {
-    const auto& saturated = lists.kernels->saturated();
-    for (std::size_t k = 0; k < lists.updates.size(); ++k) {
-      const auto& prepared = lists.prepared[k];
+    for (const auto& prepared : lists.prepared) {
       auto& pair = impl.groups[prepared.group][prepared.index];
       bump_version(pair.visible());
       if (pair.master.defined()) {
-        impl.see_written(
-            pair,
-            prepared.group,
-            prepared.index,
-            saturated[k] != 0);
+        impl.see_written(pair);
       }
     }
   }
+  impl.note_saturations(/*wait=*/false);
   return made;
 }
 

@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -72,7 +73,9 @@ void MasterWeights::Impl::check_one(
       detail::has_kernels(parameter.device().type()),
       owner,
       ": parameters must be on a device that this build of fp16core has "
-      "kernels for (the CPU), but got ",
+      "kernels for (",
+      detail::has_cuda_kernels() ? "the CPU, or CUDA" : "the CPU",
+      "), but got ",
       describe_parameter(group, index, parameter));
 }
 
@@ -176,6 +179,7 @@ std::vector<Adoption> MasterWeights::ingest(const ParamGroups& groups) {
       lists.gradients.clear();
       lists.gradient_positions.clear();
     }
+    impl_->pending_saturations.clear();
     impl_->measured = false;
     impl_->snapshot.clear();
   }
@@ -379,19 +383,39 @@ void MasterWeights::overwrite_masters() {
 }
 
 // Remembers what was just written to the model.
-void MasterWeights::Impl::see_written(
-    Pair& pair,
-    std::int64_t group,
-    std::int64_t index,
-    bool saturated) {
+void MasterWeights::Impl::see_written(Pair& pair) const {
   bump_version(pair.model);
   pair.see_model();
   pair.written_version = detail::version_of(pair.master);
-  pair.saturated = saturated;
-  if (saturated && !pair.saturation_reported) {
-    pair.saturation_reported = true;
-    new_saturations.push_back({group, index, pair.model, 0, 0, 0.0, 0.0, true});
+}
+
+// Looks at what is known about writes of the model, in their order; with `wait`
+// at all of them.
+void MasterWeights::Impl::note_saturations(bool wait) {
+  std::size_t known = 0;
+  for (auto& pending : pending_saturations) {
+    if (!wait && !pending.saturation->ready()) {
+      break;
+    }
+    const auto& saturated = pending.saturation->wait();
+    for (std::size_t i = 0; i < pending.positions.size(); ++i) {
+      const auto& [group, index] = pending.positions[i];
+      auto& pair = groups[group][index];
+      if (!pair.master.defined()) {
+        continue;
+      }
+      pair.saturated = saturated[i] != 0;
+      if (pair.saturated && !pair.saturation_reported) {
+        pair.saturation_reported = true;
+        new_saturations.push_back(
+            {group, index, pair.model, 0, 0, 0.0, 0.0, true});
+      }
+    }
+    ++known;
   }
+  pending_saturations.erase(
+      pending_saturations.begin(),
+      pending_saturations.begin() + static_cast<std::ptrdiff_t>(known));
 }
 
 void MasterWeights::write_model(bool only_stale) {
@@ -408,23 +432,22 @@ void MasterWeights::write_model(bool only_stale) {
           pair,
           staging.writable(pair.model, pair.master, false)));
     }
-    lists.kernels->write_model(lists.masters);
+    if (!lists.masters.empty()) {
+      impl.pending_saturations.push_back(
+          {lists.kernels->write_model(lists.masters), lists.master_positions});
+    }
   }
   staging.write_back();
   for (auto& lists : impl.devices) {
-    const auto& saturated = lists.kernels->saturated();
-    for (std::size_t i = 0; i < lists.master_positions.size(); ++i) {
-      const auto& [group, index] = lists.master_positions[i];
-      impl.see_written(
-          impl.groups[group][index],
-          group,
-          index,
-          saturated[i] != 0);
+    for (const auto& [group, index] : lists.master_positions) {
+      impl.see_written(impl.groups[group][index]);
     }
   }
+  impl.note_saturations(/*wait=*/false);
 }
 
 std::vector<TensorReport> MasterWeights::take_new_saturations() {
+  impl_->note_saturations(/*wait=*/false);
   return std::exchange(impl_->new_saturations, {});
 }
 

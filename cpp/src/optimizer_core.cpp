@@ -1,5 +1,6 @@
 #include <fp16core/optimizer_core.h>
 
+#include "device_step.h"
 #include "number.h"
 #include "parameter_text.h"
 
@@ -7,9 +8,36 @@
 
 #include <algorithm>
 #include <cmath>
+#include <typeinfo>
 #include <utility>
 
 namespace fp16core {
+
+namespace {
+
+// The scaler as a device can run it, or nothing: it must be just one of the two
+// classes, since the device knows no overridden function.
+std::optional<detail::ScaleRule> rule_of(const LossScaler& scaler) {
+  if (typeid(scaler) == typeid(LossScaler)) {
+    return detail::ScaleRule{};
+  }
+  if (typeid(scaler) == typeid(DynamicLossScaler)) {
+    return detail::ScaleRule{
+        static_cast<const DynamicLossScaler&>(scaler).options(),
+        true};
+  }
+  return std::nullopt;
+}
+
+// Where the state of the scaler is, if it is on a device.
+detail::DeviceScale* device_scale_of(const LossScaler& scaler) {
+  const auto* dynamic = dynamic_cast<const DynamicLossScaler*>(&scaler);
+  return dynamic == nullptr
+      ? nullptr
+      : dynamic_cast<detail::DeviceScale*>(dynamic->storage().get());
+}
+
+} // namespace
 
 OptimizerCore::OptimizerCore(
     OptimizerCoreOptions options,
@@ -59,66 +87,103 @@ at::Tensor OptimizerCore::scale_loss(const at::Tensor& loss) {
       loss.requires_grad(),
       options_.owner,
       ".backward: loss must require grad, but got one without a graph");
-  const double scale =
-      latched_scale_ != 0.0 ? latched_scale_ : loss_scaler_->loss_scale();
+  const Scale scale = latched_scale_ ? *latched_scale_ : current_scale();
   const at::Tensor wide =
       loss.scalar_type() == at::kDouble ? loss : loss.to(at::kFloat);
-  const at::Tensor scaled = wide * scale;
+  const at::Tensor scaled = scale.number.times(wide);
   // The hook runs when the backward pass starts, which may be much later, more
   // than once, or when this object is gone.
-  scaled.register_hook(
-      [self = std::weak_ptr<OptimizerCore*>(self_), scale](at::Tensor seed) {
-        const auto core = self.lock();
-        const double ratio = core ? (*core)->begin_backward(scale) : 1.0;
-        return ratio == 1.0 ? seed : seed * ratio;
-      });
+  scaled.register_hook([self = std::weak_ptr<OptimizerCore*>(self_),
+                        scale](at::Tensor seed) {
+    const auto core = self.lock();
+    const DeviceNumber ratio = core ? (*core)->begin_backward(scale) : 1.0;
+    return ratio.on_host() && ratio.value() == 1.0 ? seed : ratio.times(seed);
+  });
   return scaled;
+}
+
+bool OptimizerCore::Scale::same(const Scale& other) const {
+  return number.on_host() && other.number.on_host()
+      ? number.value() == other.number.value()
+      : generation == other.generation;
+}
+
+OptimizerCore::Scale OptimizerCore::current_scale() const {
+  const auto* on_device = device_scale_of(*loss_scaler_);
+  // A scaler that overrides something has to be asked.
+  return on_device != nullptr && rule_of(*loss_scaler_)
+      ? Scale{on_device->snapshot(), on_device->generation()}
+      : Scale{loss_scaler_->loss_scale(), -1};
 }
 
 // Returns what the pass has to be multiplied by, so that its gradients fit
 // those of the passes since the last update.
-double OptimizerCore::begin_backward(double scale) {
+DeviceNumber OptimizerCore::begin_backward(const Scale& scale) {
   backward_since_update_ = true;
-  if (latched_scale_ != 0.0) {
-    return latched_scale_ / scale;
+  if (latched_scale_) {
+    return latched_scale_->same(scale) ? DeviceNumber(1.0)
+                                       : latched_scale_->number / scale.number;
   }
+  // A graph may have moved the scale since.
   const bool scale_changed =
-      accumulated_scale_ != 0.0 && accumulated_scale_ != scale;
+      accumulated_scale_ && (in_graph_ || !accumulated_scale_->same(scale));
   master_weights_.restore_scaled_gradients(
-      scale_changed ? scale / accumulated_scale_ : 1.0);
+      scale_changed ? scale.number / accumulated_scale_->number
+                    : DeviceNumber(1.0));
   latched_scale_ = accumulated_scale_ = scale;
   return 1.0;
 }
 
 // The scale that the gradients now present were made with.
-double OptimizerCore::gradient_scale() const {
-  if (latched_scale_ != 0.0) {
-    return latched_scale_;
+OptimizerCore::Scale OptimizerCore::gradient_scale() const {
+  if (latched_scale_) {
+    return *latched_scale_;
   }
-  return accumulated_scale_ != 0.0 ? accumulated_scale_
-                                   : loss_scaler_->loss_scale();
+  return accumulated_scale_ ? *accumulated_scale_ : current_scale();
 }
 
 void OptimizerCore::copy_gradients() {
+  if (!overflow_) {
+    overflow_ = overflow(); // of what was taken before, which goes now
+  }
   master_weights_.take_gradients(1.0);
   update_pending_ = true;
   backward_since_update_ = false;
 }
 
 void OptimizerCore::downscale_gradients() {
-  const double scale = gradient_scale();
-  if (scale != 1.0) {
-    master_weights_.scale_gradients(1.0 / scale);
+  const auto scale = gradient_scale().number;
+  if (!scale.on_host() || scale.value() != 1.0) {
+    master_weights_.scale_gradients(DeviceNumber(1.0) / scale);
   }
-  latched_scale_ = 0.0;
+  latched_scale_.reset();
 }
 
 void OptimizerCore::update_master_grads() {
-  master_weights_.take_gradients(gradient_scale());
-  overflow_ = options_.check_overflow && master_weights_.overflow();
+  master_weights_.take_gradients(gradient_scale().number);
+  overflow_.reset();
+  overflow_by_hand_ = false;
+  const auto* kernels = master_weights_.only_kernels();
+  if (!options_.check_overflow) {
+    overflow_ = false;
+  } else if (kernels == nullptr) {
+    overflow_ = master_weights_.overflow();
+  }
+  in_graph_ |= kernels != nullptr && kernels->recording();
   update_pending_ = true;
-  latched_scale_ = 0.0;
+  latched_scale_.reset();
   backward_since_update_ = false;
+}
+
+bool OptimizerCore::overflow() const {
+  if (overflow_) {
+    return *overflow_;
+  }
+  const bool overflow = options_.check_overflow && master_weights_.overflow();
+  if (!in_graph_) {
+    overflow_ = overflow;
+  }
+  return overflow;
 }
 
 at::Tensor OptimizerCore::clip_master_grads(double max_norm, double norm_type) {
@@ -131,13 +196,22 @@ at::Tensor OptimizerCore::clip_master_grads(double max_norm, double norm_type) {
       !std::isnan(norm_type),
       options_.owner,
       ".clip_master_grads: norm_type must be a number, but got nan");
-  if (overflow_) {
+  if (!overflow_) {
+    if (const auto clip = master_weights_.clip_on_device(
+            max_norm,
+            norm_type,
+            options_.check_overflow)) {
+      master_weights_.scale_gradients(clip->coefficient);
+      return clip->norm;
+    }
+  }
+  if (overflow()) {
     return at::scalar_tensor(-1.0, at::kFloat);
   }
   const double norm = master_weights_.gradient_norm(norm_type);
-  const double coefficient = max_norm / (norm + 1e-6);
-  // Not `coefficient < 1`: a NaN has to reach the gradients, as in torch.
-  if (!(coefficient >= 1.0)) {
+  const double coefficient = detail::clip_coefficient(norm, max_norm);
+  // A NaN has to reach the gradients, as in torch.
+  if (coefficient != 1.0) {
     master_weights_.scale_gradients(coefficient);
   }
   // Rounded here: a norm beyond float32 is inf, and no error.
@@ -146,7 +220,8 @@ at::Tensor OptimizerCore::clip_master_grads(double max_norm, double norm_type) {
 
 void OptimizerCore::zero_grad(bool set_to_none) {
   master_weights_.zero_grad(set_to_none);
-  latched_scale_ = accumulated_scale_ = 0.0;
+  latched_scale_.reset();
+  accumulated_scale_.reset();
   backward_since_update_ = false;
 }
 
@@ -171,8 +246,9 @@ void OptimizerCore::check_nothing_waits() const {
 
 void OptimizerCore::check_nothing_lost() const {
   if (const auto lost = master_weights_.lost_gradient()) {
+    // After an overflow nobody needs them.
     TORCH_CHECK(
-        false,
+        overflow(),
         options_.owner,
         ".step: gradients must stay as update_master_grads() left them with "
         "materialize_master_grads=False, but got a cleared or changed one at ",
@@ -192,7 +268,24 @@ void OptimizerCore::update_scale(bool overflow, const char* consequence) {
   const auto scaler = loss_scaler_;
   const double before = scaler->loss_scale();
   scaler->update_scale(overflow);
-  const double after = scaler->loss_scale();
+  tell_scale(
+      before,
+      scaler->loss_scale(),
+      overflow,
+      loss_scaler_->dynamic(),
+      loss_scaler_->at_floor(),
+      loss_scaler_->overflows_tolerated(),
+      consequence);
+}
+
+void OptimizerCore::tell_scale(
+    double before,
+    double after,
+    bool overflow,
+    bool dynamic,
+    bool at_floor,
+    std::int64_t tolerated,
+    const char* consequence) {
   const std::string change =
       detail::number(before) + " -> " + detail::number(after);
   if (!overflow) {
@@ -206,10 +299,9 @@ void OptimizerCore::update_scale(bool overflow, const char* consequence) {
       options_.owner + ".step: gradient overflow, " + consequence + ", ";
   if (after != before) {
     text += "loss scale " + change;
-  } else if (loss_scaler_->dynamic() && !loss_scaler_->at_floor()) {
+  } else if (dynamic && !at_floor) {
     text += "tolerated: loss scale stays at " + detail::number(after) +
-        ", and so it will for " +
-        std::to_string(loss_scaler_->overflows_tolerated()) + " more";
+        ", and so it will for " + std::to_string(tolerated) + " more";
   } else {
     return; // told once a streak, where skips are counted
   }
@@ -218,13 +310,15 @@ void OptimizerCore::update_scale(bool overflow, const char* consequence) {
 
 void OptimizerCore::count_skip(bool at_floor) {
   ++steps_skipped_;
-  if (!at_floor || options_.on_min_scale == OnMinScale::kContinue) {
-    return;
+  if (at_floor && options_.on_min_scale != OnMinScale::kContinue) {
+    tell_floor(loss_scaler_->loss_scale(), first_offender());
   }
+}
+
+void OptimizerCore::tell_floor(double scale, const std::string& offender) {
   const std::string text = options_.owner +
       ".step: gradient overflow with the loss scale at its floor " +
-      detail::number(loss_scaler_->loss_scale()) +
-      ", the step is skipped; first at " + first_offender();
+      detail::number(scale) + ", the step is skipped; first at " + offender;
   if (options_.on_min_scale == OnMinScale::kRaise) {
     throw LossScaleError(text);
   }
@@ -232,6 +326,45 @@ void OptimizerCore::count_skip(bool at_floor) {
     floor_warned_ = true;
     messages_.push_back(text);
   }
+}
+
+// Says what would have been said at once, had the host known.
+void OptimizerCore::tell_past_iteration(const detail::PastIteration& past) {
+  const auto& record = past.record;
+  tell_scale(
+      record.scale_before,
+      record.scale_after,
+      record.overflow,
+      loss_scaler_->dynamic(),
+      record.at_floor_after,
+      record.overflows_tolerated,
+      "the step is skipped");
+  if (!record.overflow) {
+    floor_warned_ = false;
+    return;
+  }
+  if (!record.at_floor_before ||
+      options_.on_min_scale == OnMinScale::kContinue) {
+    return;
+  }
+  std::string offender = "no parameter";
+  if (record.first_offender >= 0 &&
+      record.first_offender <
+          static_cast<std::int64_t>(past.positions.size())) {
+    const auto& [group, index] = past.positions[record.first_offender];
+    if (const auto parameter = master_weights_.model_param(group, index)) {
+      offender = GradientReport::describe(
+          {group,
+           index,
+           *parameter,
+           record.inf_count,
+           record.nan_count,
+           0.0,
+           0.0,
+           false});
+    }
+  }
+  tell_floor(record.scale_after, offender);
 }
 
 void OptimizerCore::note_saturations() {
@@ -247,32 +380,102 @@ void OptimizerCore::note_saturations() {
   }
 }
 
-bool OptimizerCore::begin_step() {
+// The kernels of the device that keeps the scale and the counts, or null where
+// the host has to.
+detail::ListKernels* OptimizerCore::deciding_kernels() const {
+  if (overflow_by_hand_ || !update_pending_ ||
+      options_.on_min_scale == OnMinScale::kRaise || !rule_of(*loss_scaler_)) {
+    return nullptr;
+  }
+  const auto device = master_weights_.only_device();
+  const auto* scale = device_scale_of(*loss_scaler_);
+  return !device || (scale != nullptr && scale->device() != *device)
+      ? nullptr
+      : master_weights_.only_kernels();
+}
+
+void OptimizerCore::end_iteration_on_device(detail::ListKernels& kernels) {
+  const auto device = *master_weights_.only_device();
+  auto* dynamic = dynamic_cast<DynamicLossScaler*>(loss_scaler_.get());
+  const bool first = device_counts_ == nullptr ||
+      device_counts_->device() != device ||
+      (dynamic != nullptr && dynamic->storage() == nullptr);
+  TORCH_CHECK(
+      !first || !kernels.recording(),
+      options_.owner,
+      ".step: a step must have run before one is captured in a CUDA graph, but "
+      "got none");
+  if (device_counts_ == nullptr || device_counts_->device() != device) {
+    set_step_counts(steps_applied(), steps_skipped());
+    device_counts_ = std::make_unique<detail::DeviceCounts>(device);
+  }
+  if (dynamic != nullptr && dynamic->storage() == nullptr) {
+    dynamic->set_storage(std::make_shared<detail::DeviceScale>(device));
+  }
+  DynamicLossScaleState* state = nullptr;
+  if (auto* scale = device_scale_of(*loss_scaler_)) {
+    state = scale->state();
+    scale->advanced();
+  } else {
+    state = device_counts_->static_scale(loss_scaler_->loss_scale());
+  }
+  kernels.end_iteration(
+      *rule_of(*loss_scaler_),
+      options_.check_overflow,
+      state,
+      device_counts_->counts());
+  device_counts_->expect_record(master_weights_.taken_positions());
+}
+
+bool OptimizerCore::begin_step(bool may_defer) {
   check_nothing_waits();
-  if (!overflow_) {
+  if (!overflow_.value_or(false)) {
     check_nothing_lost();
   }
-  latched_scale_ = 0.0;
-  if (std::exchange(update_pending_, false)) {
+  latched_scale_.reset();
+  deferred_ = decided_on_device_ = false;
+  if (auto* kernels = deciding_kernels()) {
+    end_iteration_on_device(*kernels);
+    update_pending_ = false;
+    deferred_ = decided_on_device_ = may_defer && !overflow_;
+  } else if (std::exchange(update_pending_, false)) {
     // The floor counts if the step was made on it, not if it was just reached.
     const bool at_floor = loss_scaler_->at_floor();
-    update_scale(overflow_, "the step is skipped");
-    if (overflow_) {
+    update_scale(overflow(), "the step is skipped");
+    if (overflow()) {
       count_skip(at_floor);
     }
   }
-  if (overflow_) {
+  if (!deferred_ && overflow()) {
     return false;
   }
   master_weights_.adopt_model_writes();
   return true;
 }
 
+bool OptimizerCore::settle() {
+  if (std::exchange(deferred_, false)) {
+    decided_on_device_ = false;
+    overflow_ = overflow();
+  }
+  return !overflow();
+}
+
 void OptimizerCore::finish_step(bool rewrite) {
+  if (overflow_.value_or(false)) {
+    return; // settled meanwhile
+  }
   master_weights_.write_model(!rewrite);
   note_saturations();
-  ++steps_applied_;
-  floor_warned_ = false;
+  auto* kernels = std::exchange(deferred_, false)
+      ? master_weights_.only_kernels()
+      : nullptr;
+  if (kernels != nullptr) {
+    kernels->count_applied(options_.check_overflow, device_counts_->counts());
+  } else {
+    ++steps_applied_;
+    floor_warned_ = false;
+  }
   first_evaluation_ = true;
   update_pending_ = false;
   master_weights_.drop_snapshot();
@@ -281,9 +484,10 @@ void OptimizerCore::finish_step(bool rewrite) {
 // ---- closures ----
 
 void OptimizerCore::begin_closure_step() {
-  latched_scale_ = 0.0;
+  latched_scale_.reset();
+  deferred_ = false;
   update_scale(
-      std::exchange(update_pending_, false) && overflow_,
+      std::exchange(update_pending_, false) && overflow(),
       "its gradients are dropped");
   overflow_ = false;
   first_evaluation_ = true;
@@ -299,7 +503,7 @@ void OptimizerCore::begin_evaluation() {
 
 Evaluation OptimizerCore::end_evaluation() {
   check_nothing_waits();
-  if (!overflow_) {
+  if (!overflow()) {
     check_nothing_lost();
     // What the closure wrote to the model, as Embedding(max_norm=...) does.
     master_weights_.adopt_model_writes();
@@ -341,6 +545,7 @@ void OptimizerCore::abandon_step(bool skipped) {
 
 void OptimizerCore::set_overflow(bool overflow) {
   overflow_ = overflow;
+  overflow_by_hand_ = true;
 }
 
 void OptimizerCore::set_step_counts(
@@ -353,9 +558,27 @@ void OptimizerCore::set_step_counts(
       std::min(applied, skipped));
   steps_applied_ = applied;
   steps_skipped_ = skipped;
+  if (device_counts_ != nullptr) {
+    device_counts_->clear();
+  }
+}
+
+std::int64_t OptimizerCore::steps_applied() const {
+  return steps_applied_ +
+      (device_counts_ == nullptr ? 0 : device_counts_->read().applied);
+}
+
+std::int64_t OptimizerCore::steps_skipped() const {
+  return steps_skipped_ +
+      (device_counts_ == nullptr ? 0 : device_counts_->read().skipped);
 }
 
 std::vector<std::string> OptimizerCore::take_messages() {
+  if (device_counts_ != nullptr) {
+    for (const auto& past : device_counts_->take_records()) {
+      tell_past_iteration(past);
+    }
+  }
   return std::exchange(messages_, {});
 }
 

@@ -10,16 +10,6 @@ namespace fp16core {
 
 namespace {
 
-// The options as the rule's own struct.
-template <typename Rule>
-typename Rule::Options named(const double* options) {
-  typename Rule::Options result{};
-  for (std::size_t i = 0; i < Rule::kOptions.size(); ++i) {
-    result.*Rule::kOptions[i].member = options[i];
-  }
-  return result;
-}
-
 template <typename Rule>
 constexpr auto option_names() {
   std::array<std::string_view, Rule::kOptions.size()> names{};
@@ -44,12 +34,12 @@ constexpr auto kCounters = counters<Rule>();
 
 template <typename Rule>
 bool uses(const double* options, std::size_t tensor) {
-  return Rule::uses(named<Rule>(options), tensor);
+  return Rule::uses(detail::named_options<Rule>(options), tensor);
 }
 
 template <typename Rule>
 double start(const double* options) {
-  return Rule::start(named<Rule>(options));
+  return Rule::start(detail::named_options<Rule>(options));
 }
 
 template <typename Rule, typename Real>
@@ -61,8 +51,11 @@ void prepare_as(
   using Step = typename Rule::template Step<Real>;
   static_assert(sizeof(Step) <= UpdateRule::kStepBytes);
   static_assert(std::is_trivially_copyable_v<Step>);
-  new (step)
-      Step(Rule::template prepare<Real>(named<Rule>(options), counters, fresh));
+  new (step) Step(
+      Rule::template prepare<Real>(
+          detail::named_options<Rule>(options),
+          counters,
+          fresh));
 }
 
 template <typename Rule>

@@ -21,6 +21,13 @@ namespace fp16core {
 
 namespace detail {
 
+/// Returns where kernels find a number. It must outlive their launch.
+inline FactorSource source_of(const DeviceNumber& number) {
+  return number.on_host()
+      ? FactorSource{number.value(), nullptr}
+      : FactorSource{1.0, number.memory().const_data_ptr<double>()};
+}
+
 inline bool is_half(c10::ScalarType type) {
   return type == c10::ScalarType::Half || type == c10::ScalarType::BFloat16;
 }
@@ -50,6 +57,8 @@ struct MasterWeights::Pair {
   // What the values in a native gradient have been multiplied by since the
   // last backward pass.
   double native_factor = 1.0;
+  // Whether they have also been multiplied by Impl::native_on_device.
+  bool scaled_on_device = false;
 
   // Whether the last write stored a finite master as inf, and whether that was
   // told.
@@ -60,6 +69,8 @@ struct MasterWeights::Pair {
   std::optional<std::uint32_t> written_version;
   // Whether `take_gradients` took one that no `zero_grad` has dropped since.
   bool has_taken = false;
+  // Whether `zero_grad` has zeroed that one in place since.
+  bool taken_is_zero = false;
 
   // The tensor that the inner optimizer holds.
   const at::Tensor& visible() const {
@@ -94,34 +105,18 @@ struct MasterWeights::Pair {
 };
 
 struct MasterWeights::Impl {
-  // A number in memory that an optimizer keeps for a parameter.
-  struct CounterMemory {
-    void* data;
-    bool single;
-
-    double read() const {
-      return single ? static_cast<double>(*static_cast<const float*>(data))
-                    : *static_cast<const double*>(data);
-    }
-    void write(double value) const {
-      if (single) {
-        *static_cast<float*>(data) = static_cast<float>(value);
-      } else {
-        *static_cast<double*>(data) = value;
-      }
-    }
-  };
-
+  // Where an item of an update belongs.
   struct PreparedUpdate {
     std::int64_t group;
     std::int64_t index;
-    bool fresh;
-    std::array<CounterMemory, UpdateRule::kMostCounters> counters;
+    // Counters that have to move to the device of the weight.
+    bool moves_counters;
   };
 
-  // What a rule needs of the options and counters of a parameter.
-  struct PreparedStep {
-    alignas(8) std::byte bytes[UpdateRule::kStepBytes];
+  // What a write of the model stored as inf, and where.
+  struct PendingSaturation {
+    std::unique_ptr<detail::LateSaturation> saturation;
+    std::vector<std::pair<std::int64_t, std::int64_t>> positions;
   };
 
   // The lists of one device, kept between calls for their memory.
@@ -131,6 +126,8 @@ struct MasterWeights::Impl {
 
     c10::Device device;
     std::unique_ptr<detail::ListKernels> kernels;
+    // Whether the last `take_gradients` found any here.
+    bool took = false;
     std::vector<detail::GradientItem> gradients;
     // The position of the parameter of each gradient.
     std::vector<std::pair<std::int64_t, std::int64_t>> gradient_positions;
@@ -142,7 +139,6 @@ struct MasterWeights::Impl {
     // needs.
     std::vector<detail::UpdateItem> updates;
     std::vector<PreparedUpdate> prepared;
-    std::vector<PreparedStep> steps;
   };
 
   std::string owner;
@@ -156,15 +152,21 @@ struct MasterWeights::Impl {
   // from changes by others.
   bool measured = false;
   bool natives_scaled = false;
+  // What float32 and float64 natives have been multiplied by on a device since
+  // the last backward pass, those that are marked.
+  DeviceNumber native_on_device = 1.0;
+  DeviceNumber wide_native_on_device = 1.0;
   // An update rule has run since `write_model`.
   bool rule_ran = false;
   // What half gradients still have to be multiplied by, one after the other,
   // where master gradients are not materialized.
-  std::vector<detail::Factor> factors;
+  std::vector<DeviceNumber> factors;
   // The rule of the prepared update, and the options of its groups.
   const UpdateRule* rule = nullptr;
   c10::ArrayRef<RuleOptions> rule_options;
   std::optional<detail::Staging> update_staging;
+  // In the order of the writes.
+  std::vector<PendingSaturation> pending_saturations;
   std::vector<TensorReport> new_saturations;
   std::vector<std::vector<at::Tensor>> snapshot;
 
@@ -219,6 +221,7 @@ struct MasterWeights::Impl {
   // Remembers the gradients as an update leaves them.
   void see_gradients(Pair& pair) const {
     pair.has_taken = true;
+    pair.taken_is_zero = false;
     pair.taken_gradient.record(detail::gradient_of(pair.model));
     pair.measured_gradient.record(inner_gradient(pair));
   }
@@ -237,12 +240,16 @@ struct MasterWeights::Impl {
   at::Tensor widen_sparse(const Pair& pair, const at::Tensor& gradient) const;
   detail::GradientItem gradient_item(
       Pair& pair,
-      const detail::Factor& factor,
+      const DeviceNumber& factor,
       detail::Staging& staging);
-  void add_scale(const at::Tensor& parameter, double factor);
+  void add_scale(const at::Tensor& parameter, const DeviceNumber& factor);
   void clear_scales();
-  void run_scales(double factor);
-  void scale_natives_back(const detail::Factor* keep);
+  void run_scales(const DeviceNumber& factor);
+  void scale_natives_back(bool at_update, const detail::Factor* keep);
+  void scale_natives_back_on_device(bool at_update);
+  DeviceNumber usable(const DeviceNumber& number) const;
+  DeviceLists* only_lists();
+  bool norm_is_measured() const;
   at::Tensor unscaled_gradient(const Pair& pair) const;
   template <typename Use>
   void measure(const Use& use);
@@ -251,14 +258,14 @@ struct MasterWeights::Impl {
       const RuleState& state) const;
   std::optional<std::string> list_updates(FindRuleState find_state);
   void add_update(const DueParameter& due, const RuleState& state);
-  NewRuleState make_state(detail::UpdateItem& item, PreparedUpdate& prepared)
-      const;
-  void prepare_steps(DeviceLists& lists) const;
-  void see_written(
-      Pair& pair,
-      std::int64_t group,
-      std::int64_t index,
-      bool saturated);
+  NewRuleState make_state(
+      detail::UpdateItem& item,
+      const PreparedUpdate& prepared) const;
+  NewRuleState move_counters(
+      detail::UpdateItem& item,
+      const PreparedUpdate& prepared) const;
+  void see_written(Pair& pair) const;
+  void note_saturations(bool wait);
   template <typename Add>
   void fill_masters(const Add& add);
   detail::MasterItem master_item(const Pair& pair, const at::Tensor& model)

@@ -915,7 +915,7 @@ TEST_CASE("a list gives what its items give one by one") {
   std::vector<GradientStats> expected;
   const auto kernels = make_cpu_kernels();
   for (const auto& item : alone.items) {
-    kernels->take_gradients(item, &factor);
+    kernels->take_gradients(item, FactorSource{factor.f64});
     REQUIRE(kernels->gradient_stats().size() == 1);
     expected.push_back(kernels->gradient_stats().front());
   }
@@ -923,14 +923,13 @@ TEST_CASE("a list gives what its items give one by one") {
     CAPTURE(threads);
     const Threads limit(threads);
     Gradients together(kListSizes);
-    kernels->take_gradients(together.items, &factor);
+    kernels->take_gradients(together.items, FactorSource{factor.f64});
     CHECK(same_stats(kernels->gradient_stats(), expected));
     CHECK(together.same_values(alone));
   }
 }
 
 TEST_CASE("an inf is found in every item and on both sides of a chunk") {
-  const Factor one;
   const auto kernels = make_cpu_kernels();
   for (const int threads : {1, 3}) {
     const Threads limit(threads);
@@ -946,7 +945,7 @@ TEST_CASE("an inf is found in every item and on both sides of a chunk") {
         CAPTURE(place);
         auto& value = (*list.sources[i])[place];
         const auto before = std::exchange(value, std::uint16_t{0xfc00});
-        kernels->take_gradients(list.items, &one);
+        kernels->take_gradients(list.items, {});
         const auto& stats = kernels->gradient_stats();
         for (std::size_t j = 0; j < stats.size(); ++j) {
           REQUIRE(stats[j].inf_count == (j == i ? 1 : 0));
@@ -959,28 +958,25 @@ TEST_CASE("an inf is found in every item and on both sides of a chunk") {
 }
 
 TEST_CASE("an empty list is no trouble") {
-  const Factor one;
   const auto kernels = make_cpu_kernels();
-  kernels->take_gradients({}, &one);
+  kernels->take_gradients({}, {});
   CHECK(kernels->gradient_stats().empty());
-  kernels->scale_({}, &one);
+  kernels->scale_({}, {});
   kernels->zero_({});
-  kernels->write_model({});
-  CHECK(kernels->saturated().empty());
+  CHECK(kernels->write_model({})->wait().empty());
   kernels->adopt_model({});
 }
 
 TEST_CASE("kernels forget the list before") {
-  const Factor one;
   const auto kernels = make_cpu_kernels();
   Gradients list({5, 7});
   (*list.sources[0])[0] = 0x7c00;
-  kernels->take_gradients(list.items, &one);
+  kernels->take_gradients(list.items, {});
   CHECK(kernels->gradient_stats()[0].inf_count == 1);
   (*list.sources[0])[0] = 0;
-  kernels->take_gradients(list.items, &one);
+  kernels->take_gradients(list.items, {});
   CHECK(kernels->gradient_stats()[0].inf_count == 0);
-  kernels->take_gradients({}, &one);
+  kernels->take_gradients({}, {});
   CHECK(kernels->gradient_stats().empty());
 }
 
@@ -990,7 +986,7 @@ TEST_CASE("a long list of gradients gives the bits of a short one") {
   const auto factor = Factor::of(1.0 / 3.0);
   const auto kernels = make_cpu_kernels();
   Gradients streamed(sizes);
-  kernels->take_gradients(streamed.items, &factor);
+  kernels->take_gradients(streamed.items, FactorSource{factor.f64});
   const auto stats = kernels->gradient_stats();
   Gradients plain(sizes);
   std::vector<GradientStats> expected(sizes.size());
@@ -1025,7 +1021,7 @@ TEST_CASE(
     Array<float> destination(kSize, offset);
     kernels->take_gradients(
         gradient_item<BFloat16Bits>(source.data(), destination.data(), kSize),
-        &factor);
+        FactorSource{factor.f64});
     std::int64_t wrong = 0;
     for (std::int64_t i = 0; i < kSize; ++i) {
       wrong += destination[i] != value_of(kBFloat16, source[i]) * 0.5;
@@ -1047,9 +1043,9 @@ TEST_CASE("a long list of masters gives the bits of a short one") {
   for (const std::size_t offset : {0, 3}) {
     CAPTURE(offset);
     Array<std::uint16_t> model(kSize, offset);
-    kernels->write_model(
+    const auto saturated = kernels->write_model(
         MasterItem{master.data(), model.data(), kSize, c10::ScalarType::Half});
-    CHECK(kernels->saturated() == std::vector<std::uint8_t>{0});
+    CHECK(saturated->wait() == std::vector<std::uint8_t>{0});
     Array<std::uint16_t> plain(kSize);
     variants().front().blocks->write_model(
         {master.data(), plain.data(), kSize, c10::ScalarType::Half},
@@ -1078,12 +1074,14 @@ TEST_CASE("saturation is told for each item") {
       item(1, 150000),
       item(150001, 49999)};
   master[65536 + 1] = 70000.0F; // first of the third item's second chunk
-  kernels->write_model(items);
-  CHECK(kernels->saturated() == std::vector<std::uint8_t>{0, 0, 1, 0});
+  CHECK(
+      kernels->write_model(items)->wait() ==
+      std::vector<std::uint8_t>{0, 0, 1, 0});
   master[65536 + 1] = 0.0F;
   master[199999] = -65520.0F;
-  kernels->write_model(items);
-  CHECK(kernels->saturated() == std::vector<std::uint8_t>{0, 0, 0, 1});
+  CHECK(
+      kernels->write_model(items)->wait() ==
+      std::vector<std::uint8_t>{0, 0, 0, 1});
 }
 
 TEST_CASE("lists are scaled, adopted and cleared alike by any threads") {
@@ -1101,7 +1099,7 @@ TEST_CASE("lists are scaled, adopted and cleared alike by any threads") {
     kernels->scale_(
         {{values.data(), 100001, c10::ScalarType::Float},
          {values.data() + 100001, 200000, c10::ScalarType::Float}},
-        &factor);
+        FactorSource{factor.f64});
     std::int64_t wrong = 0;
     for (std::int64_t i = 0; i < kSize; ++i) {
       wrong += values[i] != product<Float>(source[i], factor);

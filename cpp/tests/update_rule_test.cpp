@@ -215,6 +215,7 @@ struct Parameter {
   Memory weight;
   Memory model;
   std::vector<std::unique_ptr<Memory>> tensors;
+  float counters[UpdateRule::kMostCounters] = {3.0F, 0.7F};
 
   Parameter(const Kinds& kinds_, std::int64_t n_, unsigned seed)
       : kinds(kinds_),
@@ -248,6 +249,9 @@ struct Parameter {
     for (std::size_t t = 0; t < rule.tensors.size(); ++t) {
       result.tensors[t] =
           rule.uses(options.data(), t) ? tensors[t]->data() : nullptr;
+    }
+    for (std::size_t i = 0; i < rule.counters.size(); ++i) {
+      result.counters[i] = {&counters[i], true};
     }
     result.step = step;
     result.numel = n;
@@ -648,6 +652,8 @@ TEST_CASE("a list of any size gives the same bits on any number of threads") {
       c10::ScalarType::Half,
       true};
   const auto step = prepare(rule, values, kinds.weight);
+  RuleOptions options;
+  options.values = values;
   const std::vector<Factor> factors{Factor::of(0x1p-3)};
   const int threads = at::get_num_threads();
   const std::vector<std::int64_t> sizes{3, 0, 65536, 1, 70001, 131075, 0};
@@ -660,8 +666,9 @@ TEST_CASE("a list of any size gives the same bits on any number of threads") {
       all.push_back(std::make_unique<Parameter>(kinds, size, 9));
       items.push_back(all.back()->item(rule, values, step.bytes));
     }
-    kernels->update(rule, items, factors);
-    CHECK(kernels->saturated() == std::vector<std::uint8_t>(sizes.size(), 0));
+    const auto saturated =
+        kernels->update(rule, items, options, FactorSource{0x1p-3}, nullptr);
+    CHECK(saturated->wait() == std::vector<std::uint8_t>(sizes.size(), 0));
     for (std::size_t i = 0; i < sizes.size(); ++i) {
       Parameter want(kinds, sizes[i], 9);
       expect(want, rule, step, factors);

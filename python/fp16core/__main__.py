@@ -20,7 +20,7 @@ def cmake_prefix() -> pathlib.Path:
 
 def info() -> str:
     """Returns what is installed, one fact a line."""
-    cuda = "compiled, not in use yet" if _core.built_with_cuda() else "off"
+    cuda = f"{_build_info.cuda_version} on" if _core.built_with_cuda() else "off"
     facts = {
         "fp16core": fp16core.__version__,
         "torch": f"{torch.__version__} (built against {_build_info.torch_version})",

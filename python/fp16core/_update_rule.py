@@ -64,13 +64,12 @@ def step_by_rule(
     inner: Any,
     closure: Callable[[], Any] | None,
     update: Callable[[], str | None],
-    obstacle_found: Callable[[str], None],
+    run_inner: Callable[[str, Callable[[], Any]], None],
 ) -> Any:
     """Do all that ``inner.step`` does, with ``update`` in the place of its body.
 
     Hooks, the profiler and schedulers see a step of ``inner``. Where ``update``
-    returns an obstacle, ``obstacle_found`` is told, which may raise, and the body
-    runs after all.
+    returns an obstacle, ``run_inner`` gets it, and the body, to run it after all.
     """
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -80,8 +79,7 @@ def step_by_rule(
                 loss = closure()
         obstacle = update()
         if obstacle is not None:
-            obstacle_found(obstacle)
-            _step_without_hooks(self)(self)
+            run_inner(obstacle, lambda: _step_without_hooks(self)(self))
         return loss
 
     tell_schedulers(inner)

@@ -20,6 +20,7 @@ from fp16core._inner_optimizer import (
     mark_wrapped,
     tell_schedulers,
 )
+from fp16core._found_inf import step_with_flag, takes_flag
 from fp16core._update_rule import find_rule, has_hooks, step_by_rule
 from fp16core.loss_scaler import DynamicLossScaler, LossScaler
 
@@ -334,8 +335,11 @@ class FP16_Optimizer(torch.optim.Optimizer):
     def _step(self) -> Any:
         self._ingest()
         self._insist_on_rule()
+        # Hooks of the wrapped optimizer run with an applied step alone, so the host
+        # has to know.
+        hooked = has_hooks(self.optimizer, "pre") or has_hooks(self.optimizer, "post")
         try:
-            applies = self._core.begin_step()
+            applies = self._core.begin_step(may_defer=not hooked)
         finally:
             self._log()
         if not applies:
@@ -386,7 +390,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         rule = "" if self._fused is False else find_rule(self.optimizer)
         if isinstance(rule, str):
             step = self.optimizer.step
-            return step() if closure is None else step(closure)
+            return self._run_inner(step) if closure is None else step(closure)
 
         # Asked now: a hook may be gone when it has run.
         may_edit_groups = closure is not None or has_hooks(self.optimizer, "pre")
@@ -401,7 +405,20 @@ class FP16_Optimizer(torch.optim.Optimizer):
             self._obstacle = None if of_option else obstacle
             return obstacle
 
-        return step_by_rule(self.optimizer, closure, update, self._refuse)
+        def run_inner(obstacle: str, body: Callable[[], Any]) -> None:
+            self._refuse(obstacle)
+            self._run_inner(body)
+
+        return step_by_rule(self.optimizer, closure, update, run_inner)
+
+    def _run_inner(self, step: Callable[[], Any]) -> Any:
+        """Run ``step`` unless there was an overflow, which a device may know alone."""
+        if self._core.deferred and takes_flag(self.optimizer):
+            return step_with_flag(self.optimizer, step, self._core.found_inf())
+        if self._core.settle():
+            return step()
+        tell_schedulers(self.optimizer)
+        return None
 
     def _finish_step(self, rewrite: bool) -> None:
         # A hook may write masters through `.data`, which leaves no trace, and it
@@ -468,6 +485,12 @@ class FP16_Optimizer(torch.optim.Optimizer):
             return f"generic ({rule})"
         obstacle = rule.obstacle(self.optimizer.param_groups) or self._obstacle
         return f"generic ({obstacle})" if obstacle else f"fused {rule.name}"
+
+    @property
+    def step_decided_on(self) -> str:
+        """Where the last step was decided: "host", or "device" if the host did not
+        wait to learn whether there was an overflow. Always "host" on the CPU."""
+        return "device" if self._core.decided_on_device else "host"
 
     def gradient_report(self) -> _core.GradientReport:
         """Return what the last update found, for each gradient and in total."""

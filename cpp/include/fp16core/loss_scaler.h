@@ -5,6 +5,7 @@
 #include <fp16core/api.h>
 
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 
@@ -94,6 +95,16 @@ struct DynamicLossScaleState {
   std::int64_t cur_hysteresis;
 };
 
+/// Where the state of a dynamic loss scale is kept while a device advances it,
+/// so that the host need not wait for every iteration.
+class FP16CORE_API LossScaleStorage {
+ public:
+  virtual ~LossScaleStorage();
+  /// Returns the state. Waits for the device.
+  virtual DynamicLossScaleState read() const = 0;
+  virtual void write(const DynamicLossScaleState& state) = 0;
+};
+
 /// A loss scale that backs off after an overflow and grows after a run of
 /// clean iterations.
 ///
@@ -107,8 +118,13 @@ class FP16CORE_API DynamicLossScaler : public LossScaler {
   /// Throws std::invalid_argument, naming the argument, if one makes no sense.
   explicit DynamicLossScaler(const DynamicLossScalerOptions& options = {});
   ~DynamicLossScaler() override;
+  /// A copy keeps its state itself, whatever the original's storage.
+  DynamicLossScaler(const DynamicLossScaler& other);
+  DynamicLossScaler& operator=(const DynamicLossScaler& other);
 
-  double loss_scale() const override { return state_.cur_scale; }
+  /// Like everything else that looks at the state, this waits for the device
+  /// where the state has a storage.
+  double loss_scale() const override { return state().cur_scale; }
   void set_loss_scale(double scale) override;
   void update_scale(bool overflow) override;
   bool dynamic() const override { return true; }
@@ -119,14 +135,23 @@ class FP16CORE_API DynamicLossScaler : public LossScaler {
   /// Replaces the rule and keeps the state. Throws like the constructor.
   void set_options(const DynamicLossScalerOptions& options);
 
-  const DynamicLossScaleState& state() const { return state_; }
+  const DynamicLossScaleState& state() const;
   /// Replaces the state. Throws std::invalid_argument unless `cur_scale` is a
   /// scale and `cur_hysteresis` at least 1.
   void set_state(const DynamicLossScaleState& state);
 
+  /// Moves the state to `storage`, which then is the only place that has it;
+  /// null brings it back. For the step logic.
+  void set_storage(std::shared_ptr<LossScaleStorage> storage);
+  const std::shared_ptr<LossScaleStorage>& storage() const { return storage_; }
+
  private:
+  void put(const DynamicLossScaleState& state);
+
   DynamicLossScalerOptions options_;
-  DynamicLossScaleState state_;
+  // With a storage, what it held when it was read last.
+  mutable DynamicLossScaleState state_;
+  std::shared_ptr<LossScaleStorage> storage_;
 };
 
 } // namespace fp16core

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <fp16core/api.h>
+#include <fp16core/device_number.h>
 #include <fp16core/gradient_report.h>
 #include <fp16core/update_rule.h>
 
@@ -13,9 +14,14 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace fp16core {
+
+namespace detail {
+class ListKernels;
+} // namespace detail
 
 /// The param groups of an optimizer: a list of parameters for each.
 using ParamGroups = std::vector<std::vector<at::Tensor>>;
@@ -120,10 +126,19 @@ class FP16CORE_API MasterWeights {
   /// gradient gets a master without one. Master gradients are allocated where
   /// they are missing. With an overflow the master gradients are written all
   /// the same and hold no meaning.
-  void take_gradients(double scale);
+  void take_gradients(const DeviceNumber& scale);
+
+  /// Returns the one CUDA device that all gradients of the last
+  /// `take_gradients` are on, if there is one: what depends on them can then be
+  /// decided there.
+  std::optional<c10::Device> only_device() const;
+
+  /// Returns the flag of the last `take_gradients` on that device, a float32
+  /// tensor of no dimensions: 1 if it met inf or NaN, else 0.
+  at::Tensor found_inf() const;
 
   /// Returns whether the last `take_gradients` met inf or NaN.
-  /// On CUDA it synchronizes.
+  /// On CUDA it synchronizes, once a device.
   bool overflow() const;
 
   /// Returns what the last `take_gradients` found. On CUDA it synchronizes.
@@ -133,7 +148,7 @@ class FP16CORE_API MasterWeights {
   /// backward pass (1/scale and clipping), so that the next one accumulates on
   /// scaled values, and multiplies all model gradients by `ratio` where the
   /// scale changed meanwhile. Exact for powers of two.
-  void restore_scaled_gradients(double ratio);
+  void restore_scaled_gradients(const DeviceNumber& ratio);
 
   /// Returns the p-norm over all unscaled gradients in double; infinite for
   /// `norm_type` infinity means the largest magnitude. The 2-norm and the
@@ -141,9 +156,25 @@ class FP16CORE_API MasterWeights {
   /// gradient was changed since, which is noticed.
   double gradient_norm(double norm_type);
 
+  /// What clipping comes to on the device: the norm before as a 0-dim float32
+  /// tensor, -1 after an overflow, and what to multiply the gradients by.
+  struct DeviceClip {
+    at::Tensor norm;
+    DeviceNumber coefficient;
+  };
+
+  /// Decides on clipping on the only device, without waiting for it; nothing
+  /// where there is none, or where the norm was not measured by
+  /// `take_gradients` (see `gradient_norm`). `check_overflow` tells whether inf
+  /// and NaN count as an overflow.
+  std::optional<DeviceClip> clip_on_device(
+      double max_norm,
+      double norm_type,
+      bool check_overflow) const;
+
   /// Multiplies all master and native gradients by `coefficient`, in place
   /// where they are materialized.
-  void scale_gradients(double coefficient);
+  void scale_gradients(const DeviceNumber& coefficient);
 
   /// Returns the gradients that the inner optimizer sees, by group; undefined
   /// where there is none. They alias the real ones; where master gradients are
@@ -181,12 +212,17 @@ class FP16CORE_API MasterWeights {
       c10::ArrayRef<RuleOptions> options,
       FindRuleState find_state);
 
+  /// Returns whether a prepared update has to make state for a parameter.
+  bool makes_state() const;
+
   /// Runs the prepared update: one pass that reads gradients, weights and
   /// state, and writes weights, state and the rounded weights to the model,
   /// bumping the versions of weights and model. Returns the state that was made
-  /// for parameters without. A parameter without a gradient is untouched.
-  /// Throws RuntimeError if none is prepared.
-  std::vector<NewRuleState> run_update();
+  /// for parameters without. A parameter without a gradient is untouched. With
+  /// `unless_overflow` the only device decides by its flag whether anything is
+  /// touched. On a device, counters that were on the host move there, and are
+  /// returned like new state. Throws RuntimeError if no update is prepared.
+  std::vector<NewRuleState> run_update(bool unless_overflow = false);
 
   /// Finds half parameters that were written by others since the core last
   /// saw them, and lets their masters take over the elements that differ from
@@ -203,7 +239,8 @@ class FP16CORE_API MasterWeights {
   void write_model(bool only_stale = false);
 
   /// Returns the pairs whose master was finite and beyond the half range when
-  /// it was last written, each pair once in its life.
+  /// it was last written, each pair once in its life. On CUDA it is told late:
+  /// when the device has got there, without waiting for it.
   std::vector<TensorReport> take_new_saturations();
 
   /// Copies every trainable master and native parameter, so that `rollback`
@@ -213,6 +250,14 @@ class FP16CORE_API MasterWeights {
   void drop_snapshot();
 
  private:
+  friend class OptimizerCore;
+  // The kernels of the only device, or null, and the positions of the gradients
+  // that they took.
+  detail::ListKernels* only_kernels() const;
+  std::vector<std::pair<std::int64_t, std::int64_t>> taken_positions() const;
+  std::optional<at::Tensor> model_param(std::int64_t group, std::int64_t index)
+      const;
+
   struct Pair;
   struct Impl;
   std::unique_ptr<Impl> impl_;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <fp16core/api.h>
+#include <fp16core/device_number.h>
 #include <fp16core/loss_scaler.h>
 #include <fp16core/master_weights.h>
 
@@ -10,10 +11,17 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 namespace fp16core {
+
+namespace detail {
+class DeviceCounts;
+class ListKernels;
+struct PastIteration;
+} // namespace detail
 
 /// What happens when a step is skipped with the scale at its floor.
 enum class OnMinScale { kContinue, kWarn, kRaise };
@@ -61,6 +69,14 @@ enum class Evaluation {
 /// `begin_evaluation`, the closure, `end_evaluation`; at last `finish_step`
 /// or `abandon_step`. Closures, hooks and locks stay outside.
 ///
+/// On a CUDA device the host need not wait to learn how an iteration went: the
+/// step can be decided there. That is what `deferred` tells after `begin_step`;
+/// then the scale, the overflow, the counts of steps and the counters of update
+/// rules live on the device, whatever is read of them here waits for it, and
+/// messages come late, with one of the next steps. A step like this can be
+/// captured in a CUDA graph, once one has run outside of it; a replay changes
+/// all that lives on the device and tells nothing.
+///
 /// Not safe for concurrent calls.
 class FP16CORE_API OptimizerCore {
  public:
@@ -105,6 +121,8 @@ class FP16CORE_API OptimizerCore {
 
   /// Clips the master gradients to `max_norm` and returns their norm before,
   /// as a 0-dim float32 tensor; -1 after an overflow, with nothing touched.
+  /// With all gradients on one CUDA device the tensor is there, and the host
+  /// does not wait, for the 2-norm and the inf-norm that the update measured.
   /// The coefficient is max_norm / (norm + 1e-6), at most 1, in double (that
   /// of torch.nn.utils.clip_grad_norm_). Throws ValueError for a negative or
   /// NaN `max_norm` and a NaN `norm_type`.
@@ -115,7 +133,26 @@ class FP16CORE_API OptimizerCore {
   /// gradients wait that no `update_master_grads` has taken, or, where master
   /// gradients are not materialized, taken ones were cleared or changed since;
   /// and LossScaleError under OnMinScale::kRaise.
-  bool begin_step();
+  ///
+  /// With `may_defer` a device may be left to decide: true is returned, and
+  /// `deferred` tells. Whatever then runs in the place of the inner step must
+  /// leave everything as it is where `MasterWeights::found_inf` is not 0, or
+  /// ask `settle` first. It is so where all gradients are on one CUDA device,
+  /// the scaler is one of the two classes in loss_scaler.h itself, not under
+  /// OnMinScale::kRaise, and where nobody has asked for `overflow` since the
+  /// update.
+  bool begin_step(bool may_defer = false);
+
+  /// Whether the device decides on the step that has begun.
+  bool deferred() const { return deferred_; }
+
+  /// Whether the device decided on the last step, and the host has not waited.
+  bool decided_on_device() const { return decided_on_device_; }
+
+  /// Returns whether the step that has begun may run. Waits for the device
+  /// where the decision was deferred, which it then no longer is. Where the
+  /// answer is no, the step is over, and `finish_step` does nothing.
+  bool settle();
 
   /// Writes the masters to the model and counts the step as applied. After an
   /// update rule, which has written the model, only what changed since is
@@ -141,7 +178,7 @@ class FP16CORE_API OptimizerCore {
   void zero_grad(bool set_to_none);
 
   /// Whether the last update met an overflow. Lasts until the next update.
-  bool overflow() const { return overflow_; }
+  bool overflow() const;
   void set_overflow(bool overflow);
 
   /// Whether the overflow (or the clean update) still has to reach the scaler
@@ -152,8 +189,8 @@ class FP16CORE_API OptimizerCore {
   bool first_evaluation() const { return first_evaluation_; }
   void set_first_evaluation(bool first) { first_evaluation_ = first; }
 
-  std::int64_t steps_applied() const { return steps_applied_; }
-  std::int64_t steps_skipped() const { return steps_skipped_; }
+  std::int64_t steps_applied() const;
+  std::int64_t steps_skipped() const;
   void set_step_counts(std::int64_t applied, std::int64_t skipped);
 
   /// Returns and forgets what should be told to the user: changes of the
@@ -163,13 +200,35 @@ class FP16CORE_API OptimizerCore {
   const OptimizerCoreOptions& options() const { return options_; }
 
  private:
-  double begin_backward(double scale);
-  double gradient_scale() const;
+  // A scale that a backward pass uses. Those with equal generations are equal;
+  // one that the host knows has none.
+  struct Scale {
+    DeviceNumber number;
+    std::int64_t generation;
+
+    bool same(const Scale& other) const;
+  };
+
+  Scale current_scale() const;
+  Scale gradient_scale() const;
+  DeviceNumber begin_backward(const Scale& scale);
   void check_scaler(const LossScaler* loss_scaler) const;
   void check_nothing_waits() const;
   void check_nothing_lost() const;
+  detail::ListKernels* deciding_kernels() const;
+  void end_iteration_on_device(detail::ListKernels& kernels);
   void update_scale(bool overflow, const char* consequence);
+  void tell_scale(
+      double before,
+      double after,
+      bool overflow,
+      bool dynamic,
+      bool at_floor,
+      std::int64_t tolerated,
+      const char* consequence);
   void count_skip(bool at_floor);
+  void tell_floor(double scale, const std::string& offender);
+  void tell_past_iteration(const detail::PastIteration& past);
   void note_saturations();
   std::string first_offender() const;
 
@@ -181,18 +240,27 @@ class FP16CORE_API OptimizerCore {
   std::shared_ptr<LossScaler> loss_scaler_;
   MasterWeights master_weights_;
 
-  // The scale of the backward passes since the last update, 0 if there were
+  // The scale of the backward passes since the last update, none if there were
   // none, and the one that the gradients now present were made with.
-  double latched_scale_ = 0.0;
-  double accumulated_scale_ = 0.0;
+  std::optional<Scale> latched_scale_;
+  std::optional<Scale> accumulated_scale_;
   bool backward_since_update_ = false;
 
-  bool overflow_ = false;
+  // Unknown while only the device knows it, always so if a graph may have
+  // changed it since.
+  mutable std::optional<bool> overflow_ = false;
+  // Set by somebody, whatever the device found.
+  bool overflow_by_hand_ = false;
+  bool in_graph_ = false;
+  bool deferred_ = false;
+  bool decided_on_device_ = false;
   bool update_pending_ = false;
   bool floor_warned_ = false;
   bool first_evaluation_ = true;
   std::int64_t steps_applied_ = 0;
   std::int64_t steps_skipped_ = 0;
+  // Of the steps that the device has counted, beside the two above.
+  std::unique_ptr<detail::DeviceCounts> device_counts_;
   std::vector<std::string> messages_;
 };
 

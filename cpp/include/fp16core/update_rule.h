@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace fp16core {
@@ -109,6 +110,10 @@ struct NewRuleState {
 struct FP16CORE_API RuleOptions {
   /// In the order of UpdateRule::options.
   std::vector<double> values;
+  /// Options that are read on the device instead, where a step is decided
+  /// there: their positions in `values`, and tensors of one element that hold
+  /// them.
+  std::vector<std::pair<std::size_t, at::Tensor>> on_device;
   /// What new counters are made of: float32 or float64.
   c10::ScalarType counter_type = c10::ScalarType::Float;
 

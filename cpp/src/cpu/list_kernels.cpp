@@ -5,8 +5,13 @@
 #include "capability.h"
 #include "chunks.h"
 #include "powers.h"
+#include "step_numbers.h"
+
+#include <ATen/ATen.h>
 
 #include <cmath>
+#include <cstring>
+#include <utility>
 
 namespace fp16core::detail {
 
@@ -26,10 +31,39 @@ bool may_stream(const void* target) {
 
 constexpr auto numel_of = [](const auto& item) { return item.numel; };
 
+// What was known at once.
+class KnownSaturation final : public LateSaturation {
+ public:
+  explicit KnownSaturation(std::vector<std::uint8_t> saturated)
+      : saturated_(std::move(saturated)) {}
+  bool ready() const override { return true; }
+  const std::vector<std::uint8_t>& wait() override { return saturated_; }
+
+ private:
+  std::vector<std::uint8_t> saturated_;
+};
+
+class KnownBytes final : public LateRead {
+ public:
+  explicit KnownBytes(at::Tensor bytes) : bytes_(std::move(bytes)) {}
+  bool ready() const override { return true; }
+  const std::byte* wait() override {
+    return static_cast<const std::byte*>(bytes_.const_data_ptr());
+  }
+
+ private:
+  at::Tensor bytes_;
+};
+
 class CpuListKernels final : public ListKernels {
  public:
-  void take_gradients(c10::ArrayRef<GradientItem> items, const Factor* factor)
-      override {
+  bool asynchronous() const override { return false; }
+  bool recording() const override { return false; }
+
+  void take_gradients(
+      c10::ArrayRef<GradientItem> items,
+      const FactorSource& factor_source) override {
+    const Factor factor = factor_source.read();
     chunks_.build(items, numel_of);
     findings_.assign(chunks_.count(), {});
     std::int64_t written = 0;
@@ -45,7 +79,7 @@ class CpuListKernels final : public ListKernels {
           item,
           chunk.begin,
           chunk.size,
-          *factor,
+          factor,
           stream && item.destination != item.source &&
               item.destination != nullptr && may_stream(item.destination),
           findings_[index]);
@@ -62,7 +96,21 @@ class CpuListKernels final : public ListKernels {
         stats.largest = found.largest;
       }
     }
+    sum_up();
   }
+
+  const GradientTotals* totals() const override { return totals_.get(); }
+
+  at::Tensor found_inf() const override {
+    // The memory stays while anybody has the tensor.
+    return at::from_blob(
+        &totals_->found_inf,
+        {},
+        [totals = totals_](void*) {},
+        at::kFloat);
+  }
+
+  GradientTotals read_totals() override { return *totals_; }
 
   const std::vector<GradientStats>& gradient_stats() override { return stats_; }
 
@@ -87,10 +135,12 @@ class CpuListKernels final : public ListKernels {
     return sum;
   }
 
-  void scale_(c10::ArrayRef<ScaleItem> items, const Factor* factor) override {
+  void scale_(c10::ArrayRef<ScaleItem> items, const FactorSource& factor_source)
+      override {
+    const Factor factor = factor_source.read();
     chunks_.build(items, numel_of);
     chunks_.for_each([&](std::int64_t, const Chunk& chunk) {
-      blocks_.scale_(items[chunk.item], chunk.begin, chunk.size, *factor);
+      blocks_.scale_(items[chunk.item], chunk.begin, chunk.size, factor);
     });
   }
 
@@ -106,7 +156,8 @@ class CpuListKernels final : public ListKernels {
     });
   }
 
-  void write_model(c10::ArrayRef<MasterItem> items) override {
+  std::unique_ptr<LateSaturation> write_model(
+      c10::ArrayRef<MasterItem> items) override {
     chunks_.build(items, numel_of);
     const bool stream =
         chunks_.total() * static_cast<std::int64_t>(sizeof(c10::Half)) >
@@ -120,15 +171,24 @@ class CpuListKernels final : public ListKernels {
           chunk.size,
           stream && may_stream(item.model));
     });
-    gather_saturated(items.size());
+    return saturation(items.size());
   }
 
-  const std::vector<std::uint8_t>& saturated() override { return saturated_; }
-
-  void update(
+  std::unique_ptr<LateSaturation> update(
       const UpdateRule& rule,
-      c10::ArrayRef<UpdateItem> items,
-      c10::ArrayRef<Factor> factors) override {
+      std::span<UpdateItem> items,
+      c10::ArrayRef<RuleOptions> options,
+      c10::ArrayRef<FactorSource> factors,
+      const float* skip) override {
+    if (skip != nullptr && *skip != 0.0F) {
+      return std::make_unique<KnownSaturation>(
+          std::vector<std::uint8_t>(items.size()));
+    }
+    steps_.prepare(rule, items, options);
+    factors_.clear();
+    for (const auto& factor : factors) {
+      factors_.push_back(factor.read());
+    }
     chunks_.build(items, numel_of);
     std::int64_t written = 0;
     for (const auto& item : items) {
@@ -145,10 +205,10 @@ class CpuListKernels final : public ListKernels {
           run(item,
               chunk.begin,
               chunk.size,
-              factors,
+              factors_,
               stream && item.model != nullptr && may_stream(item.model));
     });
-    gather_saturated(items.size());
+    return saturation(items.size());
   }
 
   void adopt_model(c10::ArrayRef<MasterItem> items) override {
@@ -158,21 +218,81 @@ class CpuListKernels final : public ListKernels {
     });
   }
 
+  void clip(bool check_overflow, bool by_largest, double max_norm, Clip* result)
+      override {
+    *result = detail::clip(*totals_, check_overflow, by_largest, max_norm);
+  }
+
+  void end_iteration(
+      const ScaleRule& rule,
+      bool check_overflow,
+      DynamicLossScaleState* scale,
+      StepCounts* counts) override {
+    detail::end_iteration(rule, *totals_, check_overflow, *scale, *counts);
+  }
+
+  void count_applied(bool check_overflow, StepCounts* counts) override {
+    detail::count_applied(*totals_, check_overflow, *counts);
+  }
+
+  at::Tensor store(c10::ArrayRef<std::byte> bytes) override {
+    const auto memory =
+        at::empty({static_cast<std::int64_t>(bytes.size())}, at::kByte);
+    write(memory, bytes);
+    return memory;
+  }
+
+  void write(const at::Tensor& memory, c10::ArrayRef<std::byte> bytes)
+      override {
+    std::memcpy(memory.mutable_data_ptr(), bytes.data(), bytes.size());
+  }
+
+  void read(const at::Tensor& memory, std::span<std::byte> target) override {
+    std::memcpy(target.data(), memory.const_data_ptr(), target.size());
+  }
+
+  std::unique_ptr<LateRead> read_later(
+      const at::Tensor& memory,
+      std::int64_t bytes) override {
+    return std::make_unique<KnownBytes>(memory.narrow(0, 0, bytes).clone());
+  }
+
  private:
-  void gather_saturated(std::size_t items) {
-    saturated_.assign(items, 0);
-    for (std::int64_t i = 0; i < chunks_.count(); ++i) {
-      saturated_[chunks_[i].item] |= beyond_range_[i];
+  void sum_up() {
+    GradientTotals totals;
+    for (std::size_t i = 0; i < stats_.size(); ++i) {
+      const auto& found = stats_[i];
+      totals.sum_of_squares += found.sum_of_squares;
+      if (std::isnan(found.largest) || found.largest > totals.largest) {
+        totals.largest = found.largest;
+      }
+      if (found.inf_count + found.nan_count > 0 && totals.first_offender < 0) {
+        totals.first_offender = static_cast<std::int64_t>(i);
+        totals.inf_count = found.inf_count;
+        totals.nan_count = found.nan_count;
+        totals.found_inf = 1.0F;
+      }
     }
+    *totals_ = totals;
+  }
+
+  std::unique_ptr<LateSaturation> saturation(std::size_t items) const {
+    std::vector<std::uint8_t> saturated(items, 0);
+    for (std::int64_t i = 0; i < chunks_.count(); ++i) {
+      saturated[chunks_[i].item] |= beyond_range_[i];
+    }
+    return std::make_unique<KnownSaturation>(std::move(saturated));
   }
 
   const BlockKernels& blocks_ = cpu::block_kernels();
   cpu::Chunks chunks_;
+  cpu::StepNumbers steps_;
+  std::vector<Factor> factors_;
   std::vector<GradientStats> findings_;
   std::vector<GradientStats> stats_;
+  std::shared_ptr<GradientTotals> totals_ = std::make_shared<GradientTotals>();
   std::vector<double> power_sums_;
   std::vector<std::uint8_t> beyond_range_;
-  std::vector<std::uint8_t> saturated_;
 };
 
 } // namespace

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "../kernels.h"
+#include "../kernel_items.h"
 
 #include <cmath>
 #include <cstdint>

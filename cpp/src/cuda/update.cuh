@@ -1,37 +1,58 @@
-// The CUDA kernel that runs an update rule on one parameter.
-//
-// Includes nothing but the CUDA runtime and arithmetic of our own.
+// The CUDA kernels that run update rules.
 
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
+#include "element_type.h"
+#include "work.h"
+
+#include "../math/factor.h"
 
 #include <cstddef>
-#include <cstdint>
 
 namespace fp16core::detail::cuda {
 
-/// A float32 weight with its gradient, its state (null where the rule has no
-/// use for it), and a model of one of the two half types, or of none.
-struct UpdateSpan {
-  const float* gradient;
-  float* weight;
-  float* tensors[3];
-  __half* half_model;
-  __nv_bfloat16* bfloat16_model;
+constexpr std::size_t kMostTensors = 3;
+constexpr std::size_t kMostCounters = 2;
+constexpr std::size_t kStepBytes = 128;
+
+/// See UpdateItem.
+struct UpdateTask {
+  const void* gradient;
+  void* weight;
+  void* model;
+  void* tensors[kMostTensors];
+  void* counters[kMostCounters];
   std::int64_t numel;
+  std::int64_t group;
+  ElementType gradient_type;
+  ElementType model_type;
+  // Whether each counter is float32.
+  bool single[kMostCounters];
+  bool unscale;
+  bool fresh;
 };
 
-/// Runs the rule at position `rule` of the list of rules with the numbers in
-/// `step`, in host memory. The span must not be empty. Launches on `stream`;
-/// returns the launch's error. Compiled, but not called yet: it shows that the
-/// rules are good for a device.
+/// What all tasks of an update share, in device memory.
+struct UpdateNumbers {
+  // The options of each group, in the order of the rule's names.
+  const double* options;
+  const FactorSource* factors;
+  int factor_count;
+  // Nothing is done where it is not null and points at anything but 0.
+  const float* skip;
+};
+
+/// Runs the rule at position `rule` of the list of rules, on weights of float32
+/// or (`wide`) float64: first for each task the numbers of its step, kStepBytes
+/// in `steps`, and its counters; then the elements. `saturated` gets a byte for
+/// each chunk: whether a finite weight was stored as inf.
 cudaError_t launch_update(
     std::size_t rule,
-    const UpdateSpan& span,
-    const void* step,
+    bool wide,
+    const Work<UpdateTask>& work,
+    const UpdateNumbers& numbers,
+    std::byte* steps,
+    std::uint8_t* saturated,
     cudaStream_t stream);
 
 } // namespace fp16core::detail::cuda

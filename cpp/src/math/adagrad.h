@@ -38,7 +38,10 @@ struct Adagrad {
   };
 
   template <typename Real>
-  static Step<Real> prepare(const Options& o, Counters counters, bool) {
+  static C10_HOST_DEVICE Step<Real> prepare(
+      const Options& o,
+      Counters counters,
+      bool) {
     const double step = counters[0] += 1;
     return {
         .weight_decay = static_cast<Real>(o.weight_decay),

@@ -46,7 +46,10 @@ struct Adam {
   };
 
   template <typename Real>
-  static Step<Real> prepare(const Options& o, Counters counters, bool) {
+  static C10_HOST_DEVICE Step<Real> prepare(
+      const Options& o,
+      Counters counters,
+      bool) {
     const double step = counters[0] += 1;
     const double correction1 = 1 - std::pow(o.beta1, step);
     const double correction2 = 1 - std::pow(o.beta2, step);

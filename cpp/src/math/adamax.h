@@ -40,7 +40,10 @@ struct Adamax {
   };
 
   template <typename Real>
-  static Step<Real> prepare(const Options& o, Counters counters, bool) {
+  static C10_HOST_DEVICE Step<Real> prepare(
+      const Options& o,
+      Counters counters,
+      bool) {
     const double step = counters[0] += 1;
     const RateArithmetic rounded{o.lr_single != 0};
     const double correction1 = rounded(1 - std::pow(o.beta1, step));

@@ -35,7 +35,7 @@ struct Lion {
   };
 
   template <typename Real>
-  static Step<Real> prepare(const Options& o, Counters, bool) {
+  static C10_HOST_DEVICE Step<Real> prepare(const Options& o, Counters, bool) {
     return {
         .shrink = static_cast<Real>(1 - o.lr * o.weight_decay),
         .rate1 = static_cast<Real>(1 - o.beta1),

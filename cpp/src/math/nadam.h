@@ -45,7 +45,10 @@ struct NAdam {
   };
 
   template <typename Real>
-  static Step<Real> prepare(const Options& o, Counters counters, bool) {
+  static C10_HOST_DEVICE Step<Real> prepare(
+      const Options& o,
+      Counters counters,
+      bool) {
     const double step = counters[0] += 1;
     // The momentum of this step and of the next one.
     const auto momentum = [&](double at) {

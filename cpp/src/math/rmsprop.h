@@ -45,7 +45,10 @@ struct RmsProp {
   };
 
   template <typename Real>
-  static Step<Real> prepare(const Options& o, Counters counters, bool) {
+  static C10_HOST_DEVICE Step<Real> prepare(
+      const Options& o,
+      Counters counters,
+      bool) {
     counters[0] += 1;
     return {
         .weight_decay = static_cast<Real>(o.weight_decay),

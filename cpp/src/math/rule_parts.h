@@ -23,6 +23,17 @@ struct Option {
   Member member;
 };
 
+/// Returns the options of a rule as its own struct, from their values in the
+/// order of its names.
+template <typename Rule>
+typename Rule::Options named_options(const double* values) {
+  typename Rule::Options result{};
+  for (std::size_t i = 0; i < Rule::kOptions.size(); ++i) {
+    result.*Rule::kOptions[i].member = values[i];
+  }
+  return result;
+}
+
 /// A number that an optimizer keeps for each parameter, and what it starts
 /// from: as UpdateRule::Counter, whose header includes torch's, which a kernel
 /// must not.
@@ -37,10 +48,10 @@ struct Counters {
   // Whether the optimizer keeps them in float32.
   bool single;
 
-  double& operator[](std::size_t i) const { return values[i]; }
+  C10_HOST_DEVICE double& operator[](std::size_t i) const { return values[i]; }
 
   /// Multiplies a counter as torch multiplies its tensor by a number.
-  void multiply(std::size_t i, double factor) const {
+  C10_HOST_DEVICE void multiply(std::size_t i, double factor) const {
     values[i] = single
         ? static_cast<float>(values[i]) * static_cast<float>(factor)
         : values[i] * factor;
@@ -52,7 +63,7 @@ struct Counters {
 struct RateArithmetic {
   bool single;
 
-  double operator()(double value) const {
+  C10_HOST_DEVICE double operator()(double value) const {
     return single ? static_cast<float>(value) : value;
   }
 };

@@ -39,7 +39,10 @@ struct Sgd {
   };
 
   template <typename Real>
-  static Step<Real> prepare(const Options& o, Counters, bool fresh) {
+  static C10_HOST_DEVICE Step<Real> prepare(
+      const Options& o,
+      Counters,
+      bool fresh) {
     return {
         .weight_decay = static_cast<Real>(o.weight_decay),
         .momentum = static_cast<Real>(o.momentum),

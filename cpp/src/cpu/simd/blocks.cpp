@@ -11,7 +11,6 @@
 #include "stream.h"
 #include "vectors.h"
 
-#include "../../math/half_range.h"
 #include "../../math/unscale.h"
 
 #include <ATen/cpu/vec/vec.h>
@@ -331,14 +330,7 @@ bool write_narrow(const float* master, Narrow* model, std::int64_t n) {
     largest_bits = std::max(largest_bits, magnitude_bits(master[i]));
     model[i] = static_cast<Narrow>(master[i]);
   }
-  if (largest_bits < kInfinity) {
-    return largest_bits >= kRoundsToInfinity<Narrow>;
-  }
-  // A master that is inf or NaN hides the finite ones beside it.
-  return std::any_of(master, master + n, [](float value) {
-    const std::int32_t bits = magnitude_bits(value);
-    return bits >= kRoundsToInfinity<Narrow> && bits < kInfinity;
-  });
+  return rounds_to_infinity<Narrow>(master, n, largest_bits);
 }
 
 template <typename Narrow>

@@ -3,7 +3,9 @@
 
 #pragma once
 
-#include "../../kernels.h"
+#include "../../kernel_items.h"
+
+#include <c10/util/ArrayRef.h>
 
 #include <cstdint>
 

@@ -9,7 +9,6 @@
 #include "stream.h"
 #include "vector_math.h"
 
-#include "../../math/half_range.h"
 #include "../../math/unscale.h"
 #include "../../math/update_rules.h"
 
@@ -80,14 +79,13 @@ struct Updater {
       }
     }
 
-    C10_ALWAYS_INLINE Value apply(Value gradient) const {
+    C10_ALWAYS_INLINE void apply_(Value& gradient) const {
       if (count > 0) {
         gradient = Unscale()(gradient, values[0]);
       }
       if (count > 1) {
         gradient = Unscale()(gradient, values[1]);
       }
-      return gradient;
     }
   };
 
@@ -97,7 +95,8 @@ struct Updater {
       const Scales& scales,
       const Pointers& at,
       std::int64_t offset) {
-    const Value gradient = scales.apply(load(at.gradient + offset));
+    Value gradient = load(at.gradient + offset);
+    scales.apply_(gradient);
     Value weight = Value::loadu(at.weight + offset);
     // A rule may have no state; an array may not be empty.
     Value state[kCount + 1];
@@ -243,15 +242,7 @@ bool update_elements(
     if (use_stream) {
       stream_fence();
     }
-    const std::int32_t largest_bits = largest_of(largest);
-    if (largest_bits < kInfinity) {
-      return largest_bits >= kRoundsToInfinity<Model>;
-    }
-    // A master that is inf or NaN hides the finite ones beside it.
-    return std::any_of(run.weight, run.weight + n, [](float value) {
-      const std::int32_t bits = magnitude_bits(value);
-      return bits >= kRoundsToInfinity<Model> && bits < kInfinity;
-    });
+    return rounds_to_infinity<Model>(run.weight, n, largest_of(largest));
   }
 }
 

@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include "../../math/half_range.h"
+
 #include <ATen/cpu/vec/vec.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -65,6 +67,22 @@ inline std::int32_t largest_of(const Vectorized<T>& values) {
   T lanes[Vectorized<T>::size()];
   values.store(lanes);
   return *std::max_element(lanes, lanes + Vectorized<T>::size());
+}
+
+// Whether a finite one of `n` masters rounds to infinity. The largest magnitude
+// among them decides, unless it is inf or NaN, which hides the finite ones.
+template <typename Narrow>
+inline bool rounds_to_infinity(
+    const float* masters,
+    std::int64_t n,
+    std::int32_t largest_bits) {
+  if (largest_bits < kInfinity) {
+    return largest_bits >= kRoundsToInfinity<Narrow>;
+  }
+  return std::any_of(masters, masters + n, [](float master) {
+    const std::int32_t bits = magnitude_bits(master);
+    return bits >= kRoundsToInfinity<Narrow> && bits < kInfinity;
+  });
 }
 
 } // namespace CPU_CAPABILITY
