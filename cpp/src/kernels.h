@@ -33,7 +33,8 @@ namespace fp16core::detail {
 class LateRead {
  public:
   virtual ~LateRead() = default;
-  /// Returns whether it has arrived. Never waits.
+  /// Returns whether it has arrived. Never waits. Not to be asked while the
+  /// kernels are recording.
   virtual bool ready() const = 0;
   /// Returns it; waits until it is there.
   virtual const std::byte* wait() = 0;

@@ -392,6 +392,13 @@ void MasterWeights::Impl::see_written(Pair& pair) const {
 // Looks at what is known about writes of the model, in their order; with `wait`
 // at all of them.
 void MasterWeights::Impl::note_saturations(bool wait) {
+  const bool recording =
+      std::any_of(devices.begin(), devices.end(), [](const auto& lists) {
+        return lists.kernels->recording();
+      });
+  if (recording && !wait) {
+    return; // nobody may ask the device for anything
+  }
   std::size_t known = 0;
   for (auto& pending : pending_saturations) {
     if (!wait && !pending.saturation->ready()) {

@@ -196,11 +196,11 @@ at::Tensor OptimizerCore::clip_master_grads(double max_norm, double norm_type) {
       !std::isnan(norm_type),
       options_.owner,
       ".clip_master_grads: norm_type must be a number, but got nan");
-  if (!overflow_) {
+  if (!overflow_.value_or(false)) {
     if (const auto clip = master_weights_.clip_on_device(
             max_norm,
             norm_type,
-            options_.check_overflow)) {
+            options_.check_overflow && !overflow_by_hand_)) {
       master_weights_.scale_gradients(clip->coefficient);
       return clip->norm;
     }

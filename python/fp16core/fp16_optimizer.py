@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from fp16core import _checkpoint, _core
 from fp16core._core import Evaluation, ModelWrites, OnMinScale
+from fp16core._found_inf import step_with_flag, takes_flag
 from fp16core._inner_optimizer import (
     adopt,
     check_group,
@@ -20,7 +21,6 @@ from fp16core._inner_optimizer import (
     mark_wrapped,
     tell_schedulers,
 )
-from fp16core._found_inf import step_with_flag, takes_flag
 from fp16core._update_rule import find_rule, has_hooks, step_by_rule
 from fp16core.loss_scaler import DynamicLossScaler, LossScaler
 

@@ -152,7 +152,7 @@ __device__ void take_double(
 // only measured. One pass: reads 2, writes 4 bytes an element for half
 // gradients, and 32 bytes a chunk. Sums are combined in an order that only
 // depends on the list.
-__global__ void __launch_bounds__(kThreads) take_gradients_kernel(
+__global__ void __launch_bounds__(kThreads, kBlocks) take_gradients_kernel(
     const __grid_constant__ Work<GradientTask> work,
     const FactorSource factor_source,
     GradientFinding* findings) {
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads) take_gradients_kernel(
 }
 
 // The task: combine the findings of the chunks of a tensor, a block for each.
-__global__ void __launch_bounds__(kThreads) gather_stats_kernel(
+__global__ void __launch_bounds__(kThreads, kBlocks) gather_stats_kernel(
     const __grid_constant__ Work<GradientTask> work,
     const GradientFinding* findings,
     GradientStats* stats) {
@@ -222,7 +222,7 @@ struct CombineTotals {
 
 // The task: combine the findings of all tensors, in one block. There may be
 // none.
-__global__ void __launch_bounds__(kThreads) gather_totals_kernel(
+__global__ void __launch_bounds__(kThreads, kBlocks) gather_totals_kernel(
     const __grid_constant__ Work<GradientTask> work,
     const GradientStats* stats,
     GradientTotals* totals) {

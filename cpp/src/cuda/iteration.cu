@@ -9,7 +9,7 @@ namespace fp16core::detail::cuda {
 namespace {
 
 // The task: a few numbers, by one thread, with the arithmetic of the host.
-__global__ void __launch_bounds__(kThreads) clip_kernel(
+__global__ void __launch_bounds__(kThreads, kBlocks) clip_kernel(
     const GradientTotals* totals,
     const bool check_overflow,
     const bool by_largest,
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads) clip_kernel(
 
 // The task: the same for the scale and the counts, in place, so that a recorded
 // launch finds them where they were.
-__global__ void __launch_bounds__(kThreads) end_iteration_kernel(
+__global__ void __launch_bounds__(kThreads, kBlocks) end_iteration_kernel(
     const __grid_constant__ ScaleRule rule,
     const GradientTotals* totals,
     const bool check_overflow,
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads) end_iteration_kernel(
 }
 
 // The task: count a step.
-__global__ void __launch_bounds__(kThreads) count_applied_kernel(
+__global__ void __launch_bounds__(kThreads, kBlocks) count_applied_kernel(
     const GradientTotals* totals,
     const bool check_overflow,
     StepCounts* counts) {

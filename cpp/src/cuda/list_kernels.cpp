@@ -329,15 +329,15 @@ class CudaListKernels final : public ListKernels {
       const auto steps =
           runtime_->allocate(list.size() * std::int64_t{cuda::kStepBytes});
       const auto flags = runtime_->allocate(work.chunk_count);
-      cuda::check(
-          cuda::launch_update(
-              rule.index,
-              wide,
-              work,
-              numbers,
-              pointer<std::byte>(steps),
-              pointer<std::uint8_t>(flags),
-              runtime_->stream()));
+      const auto launch =
+          wide ? &cuda::launch_wide_update : &cuda::launch_update;
+      cuda::check(launch(
+          rule.index,
+          work,
+          numbers,
+          pointer<std::byte>(steps),
+          pointer<std::uint8_t>(flags),
+          runtime_->stream()));
       tell_later(*saturation, flags, list);
     }
     return saturation;

@@ -28,7 +28,7 @@ __device__ double power_of(double value, double power) {
 
 // The task: sum up powers in double. Such norms are rare: one element at a
 // time, neighbouring threads on neighbouring elements. One read.
-__global__ void __launch_bounds__(kThreads) sum_of_powers_kernel(
+__global__ void __launch_bounds__(kThreads, kBlocks) sum_of_powers_kernel(
     const __grid_constant__ Work<GradientTask> work,
     const double power,
     double* sums) {

@@ -25,7 +25,7 @@ __device__ T scaled(T value, const Factor& factor) {
 // factor of 1, known to the device alone, has nothing to do; and a span may
 // begin anywhere, as views into one flat buffer do. One read and one write of
 // every element.
-__global__ void __launch_bounds__(kThreads) scale_kernel(
+__global__ void __launch_bounds__(kThreads, kBlocks) scale_kernel(
     const __grid_constant__ Work<ScaleTask> work,
     const FactorSource factor_source) {
   const Factor factor = factor_source.read();
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(
 
 // The task: clear many spans of bytes, 16 at a time but for what lies before
 // the first and behind the last multiple of 16. One write.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     zero_kernel(const __grid_constant__ Work<ZeroTask> work) {
   const auto span = span_of_block(work);
   auto* bytes = static_cast<unsigned char*>(span.task.values) + span.begin;

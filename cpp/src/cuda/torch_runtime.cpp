@@ -44,6 +44,18 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
+bool in_capture() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() !=
+      c10::cuda::CaptureStatus::None;
+}
+
+void check_not_in_capture() {
+  TORCH_CHECK(
+      !in_capture(),
+      "fp16core: results must not be read while a CUDA graph is captured, but "
+      "got such a read");
+}
+
 class PinnedRead final : public LateRead {
  public:
   PinnedRead(c10::Device device, at::Tensor memory)
@@ -57,6 +69,7 @@ class PinnedRead final : public LateRead {
   }
   const std::byte* wait() override {
     const c10::cuda::CUDAGuard guard(device_);
+    check_not_in_capture();
     event_.wait();
     return static_cast<const std::byte*>(memory_.const_data_ptr());
   }
@@ -79,10 +92,7 @@ class TorchRuntime final : public Runtime {
     return c10::cuda::getCurrentCUDAStream(device_.index());
   }
 
-  bool capturing() override {
-    return c10::cuda::currentStreamCaptureStatusMayInitCtx() !=
-        c10::cuda::CaptureStatus::None;
-  }
+  bool capturing() override { return in_capture(); }
 
   at::Tensor allocate(std::int64_t bytes) override {
     return at::empty({bytes}, at::TensorOptions(at::kByte).device(device_));
@@ -98,10 +108,7 @@ class TorchRuntime final : public Runtime {
 
   void read(void* target, const at::Tensor& source, std::int64_t bytes)
       override {
-    TORCH_CHECK(
-        !capturing(),
-        "fp16core: results must not be read while a CUDA graph is captured, "
-        "but got such a read");
+    check_not_in_capture();
     const auto there = source.narrow(0, 0, bytes).cpu();
     std::memcpy(target, there.const_data_ptr(), bytes);
   }

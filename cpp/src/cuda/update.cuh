@@ -42,13 +42,21 @@ struct UpdateNumbers {
   const float* skip;
 };
 
-/// Runs the rule at position `rule` of the list of rules, on weights of float32
-/// or (`wide`) float64: first for each task the numbers of its step, kStepBytes
-/// in `steps`, and its counters; then the elements. `saturated` gets a byte for
-/// each chunk: whether a finite weight was stored as inf.
+/// Runs the rule at position `rule` of the list of rules on weights of float32:
+/// first for each task the numbers of its step, kStepBytes in `steps`, and its
+/// counters; then the elements. `saturated` gets a byte for each chunk: whether
+/// a finite weight was stored as inf.
 cudaError_t launch_update(
     std::size_t rule,
-    bool wide,
+    const Work<UpdateTask>& work,
+    const UpdateNumbers& numbers,
+    std::byte* steps,
+    std::uint8_t* saturated,
+    cudaStream_t stream);
+
+/// The same on weights of float64.
+cudaError_t launch_wide_update(
+    std::size_t rule,
     const Work<UpdateTask>& work,
     const UpdateNumbers& numbers,
     std::byte* steps,

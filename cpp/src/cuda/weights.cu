@@ -12,7 +12,7 @@ namespace {
 // several types. The awkward case is a finite master beyond the range of its
 // half type, which becomes inf and is told. Reads 4 and writes 2 bytes an
 // element.
-__global__ void __launch_bounds__(kThreads) write_model_kernel(
+__global__ void __launch_bounds__(kThreads, kBlocks) write_model_kernel(
     const __grid_constant__ Work<MasterTask> work,
     std::uint8_t* saturated) {
   const auto span = span_of_block(work);
@@ -53,7 +53,7 @@ __device__ float adopted(float master, T model) {
 // rounds to, and overwrite these masters. The awkward case is NaN, which equals
 // itself here. Reads 6 bytes an element, and writes what differs, mostly
 // nothing.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     adopt_model_kernel(const __grid_constant__ Work<MasterTask> work) {
   const auto span = span_of_block(work);
   float* master = span.task.master + span.begin;

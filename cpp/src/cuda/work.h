@@ -8,8 +8,11 @@
 
 namespace fp16core::detail::cuda {
 
-/// Threads in a block.
+/// Threads in a block, and blocks that a multiprocessor should hold at least,
+/// which leaves 64 registers a thread. Left to itself the compiler spills some
+/// to hold more of them.
 constexpr int kThreads = 256;
+constexpr int kBlocks = 4;
 
 /// A part of one task: elements from index * Work::chunk_size on.
 struct Chunk {

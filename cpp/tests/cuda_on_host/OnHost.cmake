@@ -16,35 +16,49 @@ set_source_files_properties(
   PROPERTIES LANGUAGE CXX COMPILE_OPTIONS "-x;c++"
 )
 
-add_library(
-  fp16core_on_host_objects
-  OBJECT
+set(
+  _device_sources
   ${_cuda_sources}
   ${_folder}/device_on_host.cpp
   ${_folder}/kernels.cpp
   ${_folder}/runtime_on_host.cpp
 )
-target_link_libraries(fp16core_on_host_objects PRIVATE fp16core_objects)
-target_include_directories(
-  fp16core_on_host_objects
-  BEFORE
-  PRIVATE ${_folder} ${PROJECT_SOURCE_DIR}/cpp/src
-)
-fp16core_compile_options(fp16core_on_host_objects)
-# Pragmas are nvcc's; and the loops of all rules take long to optimize.
-target_compile_options(
-  fp16core_on_host_objects
-  PRIVATE -Wno-unknown-pragmas -O1
-)
+file(GLOB _tests CONFIGURE_DEPENDS ${_folder}/*_test.cpp)
+
+# What every target with sources for the device, or tests of it, needs.
+function(fp16core_use_device_on_host target)
+  target_include_directories(
+    ${target}
+    BEFORE
+    PRIVATE
+      ${_folder}
+      ${CMAKE_CURRENT_SOURCE_DIR}
+      ${PROJECT_SOURCE_DIR}/cpp/src
+      ${PROJECT_SOURCE_DIR}/cpp/include
+  )
+  target_include_directories(${target} SYSTEM PRIVATE ${FP16CORE_DOCTEST_DIR})
+  target_compile_features(${target} PRIVATE cxx_std_20)
+  target_link_libraries(${target} PRIVATE fp16core::torch)
+  fp16core_compile_options(${target})
+  # Pragmas are nvcc's; and the loops of all rules take long to optimize.
+  target_compile_options(${target} PRIVATE -Wno-unknown-pragmas -O1)
+endfunction()
+
+add_library(fp16core_on_host_objects OBJECT ${_device_sources})
+fp16core_use_device_on_host(fp16core_on_host_objects)
 
 # All objects of the library but the choice of the backend.
 set(
   _library_objects
   "$<FILTER:${fp16core_all_objects},EXCLUDE,/cpp/src/(kernels|no_cuda)[.]cpp>"
-  $<TARGET_OBJECTS:fp16core_on_host_objects>
 )
 
-add_library(fp16core_on_host SHARED ${_library_objects})
+add_library(
+  fp16core_on_host
+  SHARED
+  ${_library_objects}
+  $<TARGET_OBJECTS:fp16core_on_host_objects>
+)
 target_link_libraries(
   fp16core_on_host
   PRIVATE fp16core::torch ${fp16core_private_libraries}
@@ -57,38 +71,33 @@ set_target_properties(
     LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/on_host
 )
 
-# The program with the tests of the backend alone is for a race checker.
-file(GLOB _tests CONFIGURE_DEPENDS ${_folder}/*_test.cpp)
 add_executable(
   fp16core_on_host_tests
   $<TARGET_OBJECTS:fp16core_test_objects>
   ${_tests}
   ${_library_objects}
+  $<TARGET_OBJECTS:fp16core_on_host_objects>
 )
+fp16core_use_device_on_host(fp16core_on_host_tests)
+target_link_libraries(
+  fp16core_on_host_tests
+  PRIVATE ${fp16core_private_libraries}
+)
+fp16core_link_options(fp16core_on_host_tests)
+add_test(NAME cpp_cuda_on_host COMMAND fp16core_on_host_tests)
+
+# The tests of the backend alone under a race checker, for which each CUDA thread
+# is a thread. Only what runs on the device is watched. Run it with
+# OMP_NUM_THREADS=1: the checker does not understand OpenMP's threads.
 add_executable(
-  fp16core_twin_tests
+  fp16core_race_tests
   EXCLUDE_FROM_ALL
   main.cpp
   ${_tests}
+  ${_device_sources}
   ${_library_objects}
 )
-foreach(_program IN ITEMS fp16core_on_host_tests fp16core_twin_tests)
-  target_link_libraries(
-    ${_program}
-    PRIVATE fp16core::torch ${fp16core_private_libraries}
-  )
-  target_include_directories(
-    ${_program}
-    BEFORE
-    PRIVATE
-      ${_folder}
-      ${CMAKE_CURRENT_SOURCE_DIR}
-      ${PROJECT_SOURCE_DIR}/cpp/src
-      ${PROJECT_SOURCE_DIR}/cpp/include
-  )
-  target_include_directories(${_program} SYSTEM PRIVATE ${FP16CORE_DOCTEST_DIR})
-  target_compile_features(${_program} PRIVATE cxx_std_20)
-  fp16core_compile_options(${_program})
-  fp16core_link_options(${_program})
-endforeach()
-add_test(NAME cpp_cuda_on_host COMMAND fp16core_on_host_tests)
+fp16core_use_device_on_host(fp16core_race_tests)
+target_compile_options(fp16core_race_tests PRIVATE -fsanitize=thread -g1)
+target_link_libraries(fp16core_race_tests PRIVATE ${fp16core_private_libraries})
+target_link_options(fp16core_race_tests PRIVATE -fsanitize=thread)

@@ -23,11 +23,23 @@ Settings& settings() {
   return all;
 }
 
+// As CUDA does, for a query of an event too.
+void check_not_capturing() {
+  TORCH_CHECK(
+      !settings().capturing,
+      "results must not be read while a CUDA graph is captured, but got such a "
+      "read");
+}
+
 class HostRead final : public fp16core::detail::LateRead {
  public:
   explicit HostRead(at::Tensor bytes) : bytes_(std::move(bytes)) {}
-  bool ready() const override { return !settings().held; }
+  bool ready() const override {
+    check_not_capturing();
+    return !settings().held;
+  }
   const std::byte* wait() override {
+    check_not_capturing();
     return static_cast<const std::byte*>(bytes_.const_data_ptr());
   }
 
@@ -57,10 +69,7 @@ class HostRuntime final : public fp16core::detail::cuda::Runtime {
 
   void read(void* target, const at::Tensor& source, std::int64_t bytes)
       override {
-    TORCH_CHECK(
-        !capturing(),
-        "results must not be read while a CUDA graph is captured, but got such "
-        "a read");
+    check_not_capturing();
     ++settings().counts.reads;
     std::memcpy(target, source.const_data_ptr(), bytes);
   }
