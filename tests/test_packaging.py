@@ -320,7 +320,7 @@ def test_info_says_what_is_installed(environment: pathlib.Path) -> None:
     ]
     assert facts["fp16core"] == _build_info.version
     assert facts["torch"].startswith(torch.__version__)
-    cuda = "compiled, not in use yet" if _build_info.cuda else "off"
+    cuda = f"{_build_info.cuda_version} on" if _build_info.cuda else "off"
     assert facts["backends"] == f"CPU on, CUDA {cuda}"
     assert facts["instruction set"] in {"DEFAULT", "AVX2", "AVX512"}
     assert int(facts["threads"]) >= 1

@@ -289,7 +289,8 @@ void bind_optimizer_core(nb::module_& m) {
           [](OptimizerCore& self) { return weights(self).master_gradients(); })
       .def(
           "gradient_report",
-          [](OptimizerCore& self) { return weights(self).report(); })
+          [](OptimizerCore& self) { return weights(self).report(); },
+          Released())
       .def(
           "zero_grad",
           &OptimizerCore::zero_grad,
@@ -350,7 +351,10 @@ void bind_optimizer_core(nb::module_& m) {
       // State.
       .def_prop_rw(
           "overflow",
-          &OptimizerCore::overflow,
+          [](const OptimizerCore& self) {
+            const nb::gil_scoped_release release; // it may wait for a device
+            return self.overflow();
+          },
           &OptimizerCore::set_overflow)
       .def_prop_rw(
           "update_pending",
@@ -360,8 +364,18 @@ void bind_optimizer_core(nb::module_& m) {
           "first_evaluation",
           &OptimizerCore::first_evaluation,
           &OptimizerCore::set_first_evaluation)
-      .def_prop_ro("steps_applied", &OptimizerCore::steps_applied)
-      .def_prop_ro("steps_skipped", &OptimizerCore::steps_skipped)
+      .def_prop_ro(
+          "steps_applied",
+          [](const OptimizerCore& self) {
+            const nb::gil_scoped_release release;
+            return self.steps_applied();
+          })
+      .def_prop_ro(
+          "steps_skipped",
+          [](const OptimizerCore& self) {
+            const nb::gil_scoped_release release;
+            return self.steps_skipped();
+          })
       .def(
           "set_step_counts",
           &OptimizerCore::set_step_counts,

@@ -10,6 +10,8 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <limits>
+
 namespace fp16core::bindings {
 
 namespace {
@@ -168,7 +170,8 @@ std::optional<std::string> read_options(
     for (std::size_t i = 0; i < keys.options.size(); ++i) {
       if (const auto* rate = rate_on_device(group, keys.options[i], device)) {
         options[g].on_device.emplace_back(i, *rate);
-        options[g].values[i] = 0.0;
+        // No rate that a float may be, so that one is sent when it comes.
+        options[g].values[i] = std::numeric_limits<double>::quiet_NaN();
         continue;
       }
       const auto number = read_option(group, keys.options[i]);

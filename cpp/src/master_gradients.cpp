@@ -164,7 +164,10 @@ void MasterWeights::Impl::clear_scales() {
 
 void MasterWeights::Impl::run_scales(const DeviceNumber& factor) {
   for (auto& lists : devices) {
-    lists.kernels->scale_(lists.scales, detail::source_of(factor));
+    // A factor may be out of reach for a device that has nothing to do.
+    if (!lists.scales.empty()) {
+      lists.kernels->scale_(lists.scales, detail::source_of(factor));
+    }
     lists.scales.clear();
   }
 }
@@ -329,7 +332,9 @@ void MasterWeights::take_gradients(const DeviceNumber& scale) {
   impl.factors.assign(impl.materialize_gradients ? 0 : 1, factor);
   for (auto& lists : impl.devices) {
     lists.took = !lists.gradients.empty();
-    lists.kernels->take_gradients(lists.gradients, detail::source_of(factor));
+    lists.kernels->take_gradients(
+        lists.gradients,
+        lists.took ? detail::source_of(factor) : detail::FactorSource{});
   }
   if (staging.write_back()) {
     impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
@@ -456,6 +461,16 @@ void MasterWeights::restore_scaled_gradients(const DeviceNumber& factor) {
     });
     impl.run_scales(ratio);
   }
+}
+
+void MasterWeights::forget_native_factors() {
+  auto& impl = *impl_;
+  impl.for_each([](Pair& pair, std::int64_t, std::int64_t) {
+    pair.native_factor = 1.0;
+    pair.scaled_on_device = false;
+  });
+  impl.native_on_device = impl.wide_native_on_device = 1.0;
+  impl.natives_scaled = false;
 }
 
 // The gradient of a master, made where none is kept: the model's, multiplied as

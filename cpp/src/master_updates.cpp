@@ -113,7 +113,7 @@ void MasterWeights::Impl::add_update(
   item.weight_type = weight.scalar_type();
   item.group = due.group;
   item.fresh = state.fresh;
-  PreparedUpdate prepared{due.group, due.index, false};
+  PreparedUpdate prepared{due.group, due.index, {}};
   if (!state.fresh) {
     const auto& uses = rule_options[due.group].uses;
     for (std::size_t i = 0; i < rule->tensors.size(); ++i) {
@@ -124,7 +124,7 @@ void MasterWeights::Impl::add_update(
     for (std::size_t i = 0; i < rule->counters.size(); ++i) {
       const auto& counter = *state.counters[i];
       item.counters[i] = memory_of(counter);
-      prepared.moves_counters |= counter.device() != weight.device();
+      prepared.moves[i] = counter.device() != weight.device();
     }
   }
   auto& lists = Impl::lists(weight.device());
@@ -212,6 +212,9 @@ NewRuleState MasterWeights::Impl::move_counters(
   NewRuleState state{prepared.group, prepared.index, {}, {}};
   for (std::size_t i = 0; i < rule->counters.size(); ++i) {
     auto& memory = item.counters[i];
+    if (!prepared.moves[i]) {
+      continue;
+    }
     const auto type = memory.single ? at::kFloat : at::kDouble;
     state.counters[i] =
         at::from_blob(memory.data, {}, type).to(weight.device());
@@ -253,7 +256,7 @@ std::vector<NewRuleState> MasterWeights::run_update(bool unless_overflow) {
       const auto& prepared = lists.prepared[k];
       if (item.fresh && impl.rule_options[prepared.group].has_state) {
         made.push_back(impl.make_state(item, prepared));
-      } else if (prepared.moves_counters) {
+      } else if (prepared.moves != decltype(prepared.moves){}) {
         made.push_back(impl.move_counters(item, prepared));
       }
     }
@@ -275,7 +278,9 @@ std::vector<NewRuleState> MasterWeights::run_update(bool unless_overflow) {
     for (const auto& prepared : lists.prepared) {
       pending.positions.emplace_back(prepared.group, prepared.index);
     }
-    impl.pending_saturations.push_back(std::move(pending));
+    if (!lists.kernels->recording()) {
+      impl.pending_saturations.push_back(std::move(pending));
+    }
   }
   impl.update_staging->write_back();
   impl.update_staging.reset();

@@ -439,9 +439,14 @@ void MasterWeights::write_model(bool only_stale) {
           pair,
           staging.writable(pair.model, pair.master, false)));
     }
-    if (!lists.masters.empty()) {
+    if (lists.masters.empty()) {
+      continue;
+    }
+    auto saturation = lists.kernels->write_model(lists.masters);
+    // A graph that runs tells nothing.
+    if (!lists.kernels->recording()) {
       impl.pending_saturations.push_back(
-          {lists.kernels->write_model(lists.masters), lists.master_positions});
+          {std::move(saturation), lists.master_positions});
     }
   }
   staging.write_back();

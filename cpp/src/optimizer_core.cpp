@@ -105,21 +105,23 @@ at::Tensor OptimizerCore::scale_loss(const at::Tensor& loss) {
 bool OptimizerCore::Scale::same(const Scale& other) const {
   return number.on_host() && other.number.on_host()
       ? number.value() == other.number.value()
-      : generation == other.generation;
+      : origin == other.origin && generation == other.generation;
 }
 
 OptimizerCore::Scale OptimizerCore::current_scale() const {
   const auto* on_device = device_scale_of(*loss_scaler_);
   // A scaler that overrides something has to be asked.
   return on_device != nullptr && rule_of(*loss_scaler_)
-      ? Scale{on_device->snapshot(), on_device->generation()}
-      : Scale{loss_scaler_->loss_scale(), -1};
+      ? Scale{on_device->snapshot(), on_device, on_device->generation()}
+      : Scale{loss_scaler_->loss_scale(), nullptr, -1};
 }
 
 // Returns what the pass has to be multiplied by, so that its gradients fit
 // those of the passes since the last update.
 DeviceNumber OptimizerCore::begin_backward(const Scale& scale) {
   backward_since_update_ = true;
+  const auto* kernels = master_weights_.only_kernels();
+  backward_in_graph_ |= kernels != nullptr && kernels->recording();
   if (latched_scale_) {
     return latched_scale_->same(scale) ? DeviceNumber(1.0)
                                        : latched_scale_->number / scale.number;
@@ -146,6 +148,8 @@ void OptimizerCore::copy_gradients() {
   if (!overflow_) {
     overflow_ = overflow(); // of what was taken before, which goes now
   }
+  // The device would act on what it finds now.
+  overflow_by_hand_ = true;
   master_weights_.take_gradients(1.0);
   update_pending_ = true;
   backward_since_update_ = false;
@@ -160,6 +164,9 @@ void OptimizerCore::downscale_gradients() {
 }
 
 void OptimizerCore::update_master_grads() {
+  if (backward_in_graph_ && !latched_scale_) {
+    master_weights_.forget_native_factors();
+  }
   master_weights_.take_gradients(gradient_scale().number);
   overflow_.reset();
   overflow_by_hand_ = false;
@@ -407,10 +414,16 @@ void OptimizerCore::end_iteration_on_device(detail::ListKernels& kernels) {
       "got none");
   if (device_counts_ == nullptr || device_counts_->device() != device) {
     set_step_counts(steps_applied(), steps_skipped());
-    device_counts_ = std::make_unique<detail::DeviceCounts>(device);
+    device_counts_ = std::make_shared<detail::DeviceCounts>(device);
   }
   if (dynamic != nullptr && dynamic->storage() == nullptr) {
     dynamic->set_storage(std::make_shared<detail::DeviceScale>(device));
+  }
+  if (kernels.recording()) {
+    kept_for_graphs_.push_back(device_counts_);
+    if (dynamic != nullptr) {
+      kept_for_graphs_.push_back(dynamic->storage());
+    }
   }
   DynamicLossScaleState* state = nullptr;
   if (auto* scale = device_scale_of(*loss_scaler_)) {
@@ -427,18 +440,31 @@ void OptimizerCore::end_iteration_on_device(detail::ListKernels& kernels) {
   device_counts_->expect_record(master_weights_.taken_positions());
 }
 
+// A scale on a device that is not the gradients' (any more) would be read again
+// and again.
+void OptimizerCore::bring_scale_to_host() {
+  const auto* scale = device_scale_of(*loss_scaler_);
+  if (scale != nullptr && !in_graph_ &&
+      master_weights_.only_device() != scale->device()) {
+    dynamic_cast<DynamicLossScaler&>(*loss_scaler_).set_storage(nullptr);
+  }
+}
+
 bool OptimizerCore::begin_step(bool may_defer) {
   check_nothing_waits();
   if (!overflow_.value_or(false)) {
     check_nothing_lost();
   }
   latched_scale_.reset();
-  deferred_ = decided_on_device_ = false;
+  deferred_ = decided_on_device_ = counts_on_device_ = false;
   if (auto* kernels = deciding_kernels()) {
     end_iteration_on_device(*kernels);
     update_pending_ = false;
-    deferred_ = decided_on_device_ = may_defer && !overflow_;
+    deferred_ = may_defer && !overflow_;
+    decided_on_device_ = counts_on_device_ =
+        deferred_ || !options_.check_overflow;
   } else if (std::exchange(update_pending_, false)) {
+    bring_scale_to_host();
     // The floor counts if the step was made on it, not if it was just reached.
     const bool at_floor = loss_scaler_->at_floor();
     update_scale(overflow(), "the step is skipped");
@@ -454,20 +480,31 @@ bool OptimizerCore::begin_step(bool may_defer) {
 }
 
 bool OptimizerCore::settle() {
-  if (std::exchange(deferred_, false)) {
-    decided_on_device_ = false;
+  if (deferred_) {
+    TORCH_CHECK(
+        !master_weights_.only_kernels()->recording(),
+        options_.owner,
+        ".step: a step that the host has to decide on, as one that makes "
+        "optimizer state, must not be captured in a CUDA graph: apply a step "
+        "before the capture");
+    deferred_ = decided_on_device_ = counts_on_device_ = false;
     overflow_ = overflow();
   }
   return !overflow();
 }
 
 void OptimizerCore::finish_step(bool rewrite) {
-  if (overflow_.value_or(false)) {
-    return; // settled meanwhile
+  const bool skipped = overflow_.value_or(false); // settled meanwhile
+  if (in_graph_ && !overflow_by_hand_) {
+    overflow_.reset(); // a graph may find something else
+  }
+  if (skipped) {
+    return;
   }
   master_weights_.write_model(!rewrite);
   note_saturations();
-  auto* kernels = std::exchange(deferred_, false)
+  deferred_ = false;
+  auto* kernels = std::exchange(counts_on_device_, false)
       ? master_weights_.only_kernels()
       : nullptr;
   if (kernels != nullptr) {
@@ -485,7 +522,7 @@ void OptimizerCore::finish_step(bool rewrite) {
 
 void OptimizerCore::begin_closure_step() {
   latched_scale_.reset();
-  deferred_ = false;
+  deferred_ = decided_on_device_ = counts_on_device_ = false;
   update_scale(
       std::exchange(update_pending_, false) && overflow(),
       "its gradients are dropped");

@@ -109,8 +109,8 @@ struct MasterWeights::Impl {
   struct PreparedUpdate {
     std::int64_t group;
     std::int64_t index;
-    // Counters that have to move to the device of the weight.
-    bool moves_counters;
+    // Counters that have to move from the host to the device of the weight.
+    std::array<bool, UpdateRule::kMostCounters> moves;
   };
 
   // What a write of the model stored as inf, and where.

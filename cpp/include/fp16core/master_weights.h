@@ -150,6 +150,10 @@ class FP16CORE_API MasterWeights {
   /// scale changed meanwhile. Exact for powers of two.
   void restore_scaled_gradients(const DeviceNumber& ratio);
 
+  /// Takes native gradients for as scaled as a backward pass leaves them, where
+  /// one ran that nobody could tell of, in a CUDA graph.
+  void forget_native_factors();
+
   /// Returns the p-norm over all unscaled gradients in double; infinite for
   /// `norm_type` infinity means the largest magnitude. The 2-norm and the
   /// inf-norm were measured by `take_gradients` and cost nothing, unless a

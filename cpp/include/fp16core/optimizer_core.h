@@ -200,10 +200,11 @@ class FP16CORE_API OptimizerCore {
   const OptimizerCoreOptions& options() const { return options_; }
 
  private:
-  // A scale that a backward pass uses. Those with equal generations are equal;
-  // one that the host knows has none.
+  // A scale that a backward pass uses. Those of equal origin and generation are
+  // equal; one that the host knows has neither.
   struct Scale {
     DeviceNumber number;
+    const void* origin;
     std::int64_t generation;
 
     bool same(const Scale& other) const;
@@ -217,6 +218,7 @@ class FP16CORE_API OptimizerCore {
   void check_nothing_lost() const;
   detail::ListKernels* deciding_kernels() const;
   void end_iteration_on_device(detail::ListKernels& kernels);
+  void bring_scale_to_host();
   void update_scale(bool overflow, const char* consequence);
   void tell_scale(
       double before,
@@ -252,15 +254,19 @@ class FP16CORE_API OptimizerCore {
   // Set by somebody, whatever the device found.
   bool overflow_by_hand_ = false;
   bool in_graph_ = false;
+  bool backward_in_graph_ = false;
   bool deferred_ = false;
   bool decided_on_device_ = false;
+  bool counts_on_device_ = false;
   bool update_pending_ = false;
   bool floor_warned_ = false;
   bool first_evaluation_ = true;
   std::int64_t steps_applied_ = 0;
   std::int64_t steps_skipped_ = 0;
   // Of the steps that the device has counted, beside the two above.
-  std::unique_ptr<detail::DeviceCounts> device_counts_;
+  std::shared_ptr<detail::DeviceCounts> device_counts_;
+  // What graphs write to when they run, whatever becomes of it here.
+  std::vector<std::shared_ptr<void>> kept_for_graphs_;
   std::vector<std::string> messages_;
 };
 

@@ -9,6 +9,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -186,8 +187,13 @@ class CpuListKernels final : public ListKernels {
     }
     steps_.prepare(rule, items, options);
     factors_.clear();
-    for (const auto& factor : factors) {
-      factors_.push_back(factor.read());
+    // Only read where somebody wants them.
+    if (std::any_of(items.begin(), items.end(), [](const auto& item) {
+          return item.unscale;
+        })) {
+      for (const auto& factor : factors) {
+        factors_.push_back(factor.read());
+      }
     }
     chunks_.build(items, numel_of);
     std::int64_t written = 0;

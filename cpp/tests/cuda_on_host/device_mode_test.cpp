@@ -399,6 +399,75 @@ TEST_CASE("an iteration is captured without a read, and can be repeated") {
   }
 }
 
+TEST_CASE("a step that makes state cannot be captured") {
+  const Reset reset;
+  Trained trained;
+  trained.iterate(1e6); // skipped: there is a scale on the device, and no state
+  cuda_on_host::set_capturing(true);
+  CHECK(error_of<c10::Error>([&] {
+          trained.iterate(1.0);
+        }).find("apply a step before the capture") != std::string::npos);
+}
+
+TEST_CASE("a captured backward pass leaves natives scaled for each update") {
+  const Reset reset;
+  Trained trained;
+  trained.iterate(1.0);
+  trained.core.zero_grad(true);
+  // A graph that holds the backward pass alone.
+  cuda_on_host::set_capturing(true);
+  at::Tensor loss = at::zeros({}, at::kFloat);
+  for (const auto& p : trained.parameters) {
+    loss = loss + (p.to(at::kFloat) * 2.0).sum();
+  }
+  trained.core.scale_loss(loss).backward();
+  cuda_on_host::set_capturing(false);
+  const auto gradient = trained.parameters[1].grad();
+  const auto scaled = gradient.clone();
+  for (int i = 0; i < 3; ++i) {
+    gradient.copy_(scaled); // as a replay leaves it
+    trained.core.update_master_grads();
+    CHECK(gradient.item<float>() == 2.0F);
+    trained.step();
+  }
+}
+
+TEST_CASE("steps are counted on the device where nothing is checked") {
+  const Reset reset;
+  const auto half = parameter({1.0, 2.0}, at::kHalf);
+  OptimizerCore core(
+      {.owner = "Test", .check_overflow = false},
+      std::make_shared<LossScaler>(8.0));
+  core.master_weights().ingest({{half}});
+  for (int i = 0; i < 3; ++i) {
+    cuda_on_host::reset_counts();
+    half.mutable_grad() = at::full_like(half, i == 1 ? HUGE_VAL : 1.0);
+    core.update_master_grads();
+    CHECK(core.begin_step(true));
+    CHECK_FALSE(core.deferred());
+    CHECK(core.decided_on_device());
+    // A graph would do what follows as often as it runs.
+    core.finish_step();
+    CHECK(cuda_on_host::runtime_counts().reads == 0);
+  }
+  CHECK(core.steps_applied() == 3);
+  CHECK(core.steps_skipped() == 0);
+}
+
+TEST_CASE("an overflow is asked for anew after a graph") {
+  const Reset reset;
+  Trained trained;
+  trained.iterate(1.0);
+  cuda_on_host::set_capturing(true);
+  trained.iterate(1.0);
+  cuda_on_host::set_capturing(false);
+  trained.iterate(1e6, /*may_defer=*/false);
+  CHECK(trained.core.overflow());
+  cuda_on_host::reset_counts();
+  CHECK(trained.core.overflow());
+  CHECK(cuda_on_host::runtime_counts().reads == 1);
+}
+
 TEST_CASE("a first step cannot be captured") {
   const Reset reset;
   Trained trained;
@@ -468,11 +537,18 @@ TEST_CASE("a learning rate on the device is read there") {
     if (i == 2) {
       rate.fill_(0.125);
     }
-    trained.options[0].values[0] = 0.0;
+    trained.options[0].values[0] = std::nan("");
     trained.options[0].on_device = {{0, rate}};
     host.options[0].values[0] = i < 2 ? 0.25 : 0.125;
     trained.iterate(1.0);
     host.iterate(1.0, false);
+  }
+  check_same(trained, host);
+  // And a float again.
+  trained.options[0].on_device.clear();
+  for (auto* each : {&trained, &host}) {
+    each->options[0].values[0] = 0.0;
+    each->iterate(1.0, each == &trained);
   }
   check_same(trained, host);
 }

@@ -393,6 +393,26 @@ TEST_CASE("empty tensors stand anywhere in a list without harm") {
   }
 }
 
+TEST_CASE("any number of tensors shares a launch") {
+  constexpr std::int64_t kCount = kWatched ? 300 : 20000;
+  Random random(13);
+  Gradients want;
+  Gradients got;
+  for (std::int64_t i = 0; i < kCount; ++i) {
+    Buffer source(kTypes[i % 2], i % 4);
+    random.fill(source);
+    if (i == kCount - 3) {
+      source.set(0, std::nan(""));
+    }
+    want.add(source, 0, true, false, true, ScalarType::Float);
+    got.add(source, 0, true, false, true, ScalarType::Float);
+  }
+  cuda_on_host::reset();
+  check_take(want, got, 0.5);
+  // The pass, and two that gather what it found.
+  CHECK(cuda_on_host::launches().size() == 3);
+}
+
 TEST_CASE("sums do not depend on the order of threads and blocks") {
   Random random(4);
   Buffer source(ScalarType::Float, kWatched ? 9001 : 300001);
