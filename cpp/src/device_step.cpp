@@ -11,11 +11,6 @@ namespace fp16core::detail {
 namespace {
 
 template <typename T>
-c10::ArrayRef<std::byte> bytes_of(const T& value) {
-  return {reinterpret_cast<const std::byte*>(&value), sizeof(value)};
-}
-
-template <typename T>
 T read_from(ListKernels& kernels, const at::Tensor& memory) {
   T value;
   kernels.read(memory, {reinterpret_cast<std::byte*>(&value), sizeof(value)});
@@ -44,13 +39,9 @@ DynamicLossScaleState* DeviceScale::state() const {
 
 DeviceNumber DeviceScale::snapshot() const {
   const at::NoGradGuard no_grad;
-  return DeviceNumber(memory_
-                          .narrow(
-                              0,
-                              offsetof(DynamicLossScaleState, cur_scale),
-                              sizeof(DynamicLossScaleState::cur_scale))
-                          .view(at::kDouble)
-                          .clone());
+  return DeviceNumber(
+      field_of(memory_, offsetof(DynamicLossScaleState, cur_scale), at::kDouble)
+          .clone());
 }
 
 DeviceCounts::DeviceCounts(c10::Device device)

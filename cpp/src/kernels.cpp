@@ -8,7 +8,7 @@ namespace fp16core::detail {
 
 bool has_kernels(c10::DeviceType type) {
   return type == c10::DeviceType::CPU ||
-      (type == c10::DeviceType::CUDA && has_cuda_kernels());
+      (type == c10::DeviceType::CUDA && built_with_cuda());
 }
 
 std::unique_ptr<ListKernels> make_kernels(c10::Device device) {

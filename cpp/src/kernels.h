@@ -71,11 +71,11 @@ class ListKernels {
 
   /// Returns where the findings of the last `take_gradients` lie in total, in
   /// the memory of the device. The place stays the same.
-  virtual const GradientTotals* totals() const = 0;
+  virtual const GradientTotals* totals() = 0;
 
   /// Returns `totals()->found_inf` as a tensor of no dimensions that aliases
   /// it.
-  virtual at::Tensor found_inf() const = 0;
+  virtual at::Tensor found_inf() = 0;
 
   /// Returns a copy of the totals. Waits for the device.
   virtual GradientTotals read_totals() = 0;
@@ -150,6 +150,27 @@ class ListKernels {
       std::int64_t bytes) = 0;
 };
 
+/// Returns the bytes of a plain value.
+template <typename T>
+c10::ArrayRef<std::byte> bytes_of(const T& value) {
+  return {reinterpret_cast<const std::byte*>(&value), sizeof(value)};
+}
+
+/// Returns a number of a struct that lies at the start of `memory`, as a tensor
+/// of no dimensions that aliases it.
+inline at::Tensor field_of(
+    const at::Tensor& memory,
+    std::size_t offset,
+    c10::ScalarType type) {
+  return memory
+      .narrow(
+          0,
+          static_cast<std::int64_t>(offset),
+          static_cast<std::int64_t>(c10::elementSize(type)))
+      .view(type)
+      .squeeze();
+}
+
 /// Returns whether this build has kernels for devices of this type.
 bool has_kernels(c10::DeviceType type);
 
@@ -160,9 +181,7 @@ std::unique_ptr<ListKernels> make_kernels(c10::Device device);
 std::unique_ptr<ListKernels> make_cpu_kernels();
 std::unique_ptr<ListKernels> make_cuda_kernels(c10::Device device);
 
-/// Returns whether the CUDA backend was compiled, and whether it has all of the
-/// kernels, so that CUDA parameters can be accepted.
+/// Returns whether the CUDA backend is there.
 bool built_with_cuda();
-bool has_cuda_kernels();
 
 } // namespace fp16core::detail

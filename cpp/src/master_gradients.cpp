@@ -589,18 +589,15 @@ std::optional<MasterWeights::DeviceClip> MasterWeights::clip_on_device(
       norm_type == HUGE_VAL,
       max_norm,
       static_cast<detail::Clip*>(memory.data_ptr()));
-  const auto part = [&](std::size_t offset, at::ScalarType type) {
-    return memory
-        .narrow(
-            0,
-            static_cast<std::int64_t>(offset),
-            static_cast<std::int64_t>(at::elementSize(type)))
-        .view(type);
-  };
   return DeviceClip{
       // Copied, so that the caller does not see what the coefficient is.
-      part(offsetof(detail::Clip, norm), at::kFloat).reshape({}).clone(),
-      DeviceNumber(part(offsetof(detail::Clip, coefficient), at::kDouble))};
+      detail::field_of(memory, offsetof(detail::Clip, norm), at::kFloat)
+          .clone(),
+      DeviceNumber(
+          detail::field_of(
+              memory,
+              offsetof(detail::Clip, coefficient),
+              at::kDouble))};
 }
 
 double MasterWeights::gradient_norm(double norm_type) {

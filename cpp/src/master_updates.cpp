@@ -267,20 +267,19 @@ std::vector<NewRuleState> MasterWeights::run_update(bool unless_overflow) {
     }
     const float* skip =
         unless_overflow ? &lists.kernels->totals()->found_inf : nullptr;
-    Impl::PendingSaturation pending{
+    std::vector<std::pair<std::int64_t, std::int64_t>> positions;
+    for (const auto& prepared : lists.prepared) {
+      positions.emplace_back(prepared.group, prepared.index);
+    }
+    impl.expect_saturations(
+        lists,
         lists.kernels->update(
             *impl.rule,
             lists.updates,
             impl.rule_options,
             factors,
             skip),
-        {}};
-    for (const auto& prepared : lists.prepared) {
-      pending.positions.emplace_back(prepared.group, prepared.index);
-    }
-    if (!lists.kernels->recording()) {
-      impl.pending_saturations.push_back(std::move(pending));
-    }
+        std::move(positions));
   }
   impl.update_staging->write_back();
   impl.update_staging.reset();

@@ -74,7 +74,7 @@ void MasterWeights::Impl::check_one(
       owner,
       ": parameters must be on a device that this build of fp16core has "
       "kernels for (",
-      detail::has_cuda_kernels() ? "the CPU, or CUDA" : "the CPU",
+      detail::built_with_cuda() ? "the CPU, or CUDA" : "the CPU",
       "), but got ",
       describe_parameter(group, index, parameter));
 }
@@ -389,6 +389,18 @@ void MasterWeights::Impl::see_written(Pair& pair) const {
   pair.written_version = detail::version_of(pair.master);
 }
 
+// Remembers to ask what a write of the model stored as inf. A graph that runs
+// tells nothing.
+void MasterWeights::Impl::expect_saturations(
+    const DeviceLists& lists,
+    std::unique_ptr<detail::LateSaturation> saturation,
+    std::vector<std::pair<std::int64_t, std::int64_t>> positions) {
+  if (!lists.kernels->recording()) {
+    pending_saturations.push_back(
+        {std::move(saturation), std::move(positions)});
+  }
+}
+
 // Looks at what is known about writes of the model, in their order; with `wait`
 // at all of them.
 void MasterWeights::Impl::note_saturations(bool wait) {
@@ -442,12 +454,10 @@ void MasterWeights::write_model(bool only_stale) {
     if (lists.masters.empty()) {
       continue;
     }
-    auto saturation = lists.kernels->write_model(lists.masters);
-    // A graph that runs tells nothing.
-    if (!lists.kernels->recording()) {
-      impl.pending_saturations.push_back(
-          {std::move(saturation), lists.master_positions});
-    }
+    impl.expect_saturations(
+        lists,
+        lists.kernels->write_model(lists.masters),
+        lists.master_positions);
   }
   staging.write_back();
   for (auto& lists : impl.devices) {

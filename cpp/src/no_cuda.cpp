@@ -10,10 +10,6 @@ bool built_with_cuda() {
   return false;
 }
 
-bool has_cuda_kernels() {
-  return false;
-}
-
 std::unique_ptr<ListKernels> make_cuda_kernels(c10::Device device) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false,

@@ -265,6 +265,10 @@ struct MasterWeights::Impl {
       detail::UpdateItem& item,
       const PreparedUpdate& prepared) const;
   void see_written(Pair& pair) const;
+  void expect_saturations(
+      const DeviceLists& lists,
+      std::unique_ptr<detail::LateSaturation> saturation,
+      std::vector<std::pair<std::int64_t, std::int64_t>> positions);
   void note_saturations(bool wait);
   template <typename Add>
   void fill_masters(const Add& add);

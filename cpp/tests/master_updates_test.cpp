@@ -2,6 +2,7 @@
 // made, what stands in the way, and gradients that are not materialized.
 
 #include "oracle.h"
+#include "rule_states.h"
 
 #include <fp16core/master_weights.h>
 
@@ -33,15 +34,13 @@ bool equals(const at::Tensor& tensor, std::vector<double> values) {
       at::tensor(values, at::kDouble));
 }
 
-using Position = std::pair<std::int64_t, std::int64_t>;
-
 // MasterWeights with groups, and the state that an inner optimizer would keep.
 struct Stepped {
   const UpdateRule& rule;
   MasterWeights weights;
   ParamGroups groups;
   std::vector<RuleOptions> options;
-  std::map<Position, NewRuleState> state;
+  test::RuleStates state;
 
   Stepped(
       const char* optimizer,
@@ -61,18 +60,7 @@ struct Stepped {
   }
 
   RuleState find(const DueParameter& due) const {
-    RuleState found;
-    const auto at = state.find({due.group, due.index});
-    if (at != state.end()) {
-      found.fresh = false;
-      for (std::size_t i = 0; i < found.tensors.size(); ++i) {
-        found.tensors[i] = &at->second.tensors[i];
-      }
-      for (std::size_t i = 0; i < found.counters.size(); ++i) {
-        found.counters[i] = &at->second.counters[i];
-      }
-    }
-    return found;
+    return test::find_state(state, due);
   }
 
   std::optional<std::string> step() {

@@ -100,9 +100,9 @@ class CpuListKernels final : public ListKernels {
     sum_up();
   }
 
-  const GradientTotals* totals() const override { return totals_.get(); }
+  const GradientTotals* totals() override { return totals_.get(); }
 
-  at::Tensor found_inf() const override {
+  at::Tensor found_inf() override {
     // The memory stays while anybody has the tensor.
     return at::from_blob(
         &totals_->found_inf,

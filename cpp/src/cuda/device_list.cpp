@@ -5,16 +5,12 @@
 
 namespace fp16core::detail::cuda {
 
-namespace {
-
 at::Tensor pinned_copy(Runtime& runtime, c10::ArrayRef<std::byte> bytes) {
   auto pinned =
       runtime.allocate_pinned(static_cast<std::int64_t>(bytes.size()));
   std::memcpy(pinned.mutable_data_ptr(), bytes.data(), bytes.size());
   return pinned;
 }
-
-} // namespace
 
 void* DeviceList::send(Runtime& runtime, c10::ArrayRef<std::byte> bytes) {
   if (bytes.empty()) {

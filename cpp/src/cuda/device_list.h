@@ -12,6 +12,9 @@
 
 namespace fp16core::detail::cuda {
 
+/// Returns a copy in page-locked memory.
+at::Tensor pinned_copy(Runtime& runtime, c10::ArrayRef<std::byte> bytes);
+
 /// A list of the host and its copy on the device.
 ///
 /// Parameters and masters rarely move, so a list is compared with what was sent

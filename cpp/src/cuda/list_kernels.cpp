@@ -163,15 +163,15 @@ class CudaListKernels final : public ListKernels {
             runtime_->stream()));
   }
 
-  const GradientTotals* totals() const override {
+  const GradientTotals* totals() override {
     return pointer<GradientTotals>(totals_memory());
   }
 
-  at::Tensor found_inf() const override {
-    return totals_memory()
-        .narrow(0, offsetof(GradientTotals, found_inf), sizeof(float))
-        .view(c10::ScalarType::Float)
-        .squeeze();
+  at::Tensor found_inf() override {
+    return field_of(
+        totals_memory(),
+        offsetof(GradientTotals, found_inf),
+        c10::ScalarType::Float);
   }
 
   GradientTotals read_totals() override {
@@ -405,8 +405,7 @@ class CudaListKernels final : public ListKernels {
       override {
     const auto entered = runtime_->enter();
     const auto size = static_cast<std::int64_t>(bytes.size());
-    const auto pinned = runtime_->allocate_pinned(size);
-    std::memcpy(pinned.mutable_data_ptr(), bytes.data(), bytes.size());
+    const auto pinned = cuda::pinned_copy(*runtime_, bytes);
     runtime_->copy(memory.narrow(0, 0, size), pinned);
     if (runtime_->capturing()) {
       captured_.push_back(pinned);
@@ -444,14 +443,9 @@ class CudaListKernels final : public ListKernels {
   }
 
   // Others may hold the address, so the memory never moves once it is there.
-  const at::Tensor& totals_memory() const {
+  const at::Tensor& totals_memory() {
     if (!totals_.defined()) {
-      const auto entered = runtime_->enter();
-      const GradientTotals none;
-      totals_ = runtime_->allocate(sizeof(none));
-      const auto pinned = runtime_->allocate_pinned(sizeof(none));
-      std::memcpy(pinned.mutable_data_ptr(), &none, sizeof(none));
-      runtime_->copy(totals_, pinned);
+      totals_ = store(bytes_of(GradientTotals{}));
     }
     return totals_;
   }
@@ -493,7 +487,7 @@ class CudaListKernels final : public ListKernels {
   cuda::DeviceList device_options_;
   cuda::DeviceList device_factors_;
 
-  mutable at::Tensor totals_;
+  at::Tensor totals_;
   at::Tensor stats_;
   std::size_t item_count_ = 0;
   std::vector<GradientStats> item_stats_;
@@ -513,10 +507,6 @@ void cuda::check(cudaError_t error) {
 }
 
 bool built_with_cuda() {
-  return true;
-}
-
-bool has_cuda_kernels() {
   return true;
 }
 

@@ -61,7 +61,6 @@ class TaskList {
 
   bool empty() const { return tasks_.empty(); }
   std::int64_t size() const { return static_cast<std::int64_t>(tasks_.size()); }
-  std::int64_t chunk_count() const { return first_chunks_.back(); }
 
   /// The items that have tasks, and the first chunk of each.
   const std::vector<std::int64_t>& items() const { return items_; }

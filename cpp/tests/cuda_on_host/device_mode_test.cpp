@@ -5,6 +5,7 @@
 #include "runtime_on_host.h"
 
 #include "oracle.h"
+#include "rule_states.h"
 
 #include <fp16core/optimizer_core.h>
 
@@ -53,7 +54,7 @@ struct Trained {
   OptimizerCore core;
   ParamGroups groups;
   std::vector<RuleOptions> options;
-  std::map<std::pair<std::int64_t, std::int64_t>, NewRuleState> state;
+  test::RuleStates state;
   std::vector<std::string> messages;
 
   explicit Trained(
@@ -81,18 +82,7 @@ struct Trained {
   }
 
   RuleState find(const DueParameter& due) const {
-    RuleState found;
-    const auto at = state.find({due.group, due.index});
-    if (at != state.end()) {
-      found.fresh = false;
-      for (std::size_t i = 0; i < found.tensors.size(); ++i) {
-        found.tensors[i] = &at->second.tensors[i];
-      }
-      for (std::size_t i = 0; i < found.counters.size(); ++i) {
-        found.counters[i] = &at->second.counters[i];
-      }
-    }
-    return found;
+    return test::find_state(state, due);
   }
 
   // Through autograd, so that the scale is latched where it is read.
