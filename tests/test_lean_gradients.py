@@ -231,6 +231,19 @@ ACTIONS = st.one_of(
         ("step",),
     ],
 )
+@example(  # taken as zeros
+    name="Adagrad",
+    scale=1.0,
+    dynamic=False,
+    track="version",
+    actions=[
+        ("backward", 0, 1e-3, True),
+        ("zero_grad", False),
+        ("backward", 1, 1e-3, True),
+        ("edit", 0, 2.0),
+        ("step",),
+    ],
+)
 @given(
     name=st.sampled_from(sorted(INNERS)),
     scale=st.sampled_from([1.0, 8.0, 3.0, 2.0**14]),

@@ -758,6 +758,27 @@ void MasterWeights::zero_grad(bool set_to_none) {
   impl.factors.clear();
 }
 
+// Whether the gradient that was taken is zeros: as `take_gradients` found them,
+// or as `zero_grad` has left them since.
+bool MasterWeights::Impl::took_zeros(
+    const Pair& pair,
+    std::int64_t group,
+    std::int64_t index) const {
+  if (pair.taken_is_zero) {
+    return true;
+  }
+  for (const auto& lists : devices) {
+    const auto& positions = lists.gradient_positions;
+    const auto found =
+        std::find(positions.begin(), positions.end(), std::pair(group, index));
+    if (found != positions.end()) {
+      return lists.kernels->gradient_stats()[found - positions.begin()]
+                 .largest == 0.0;
+    }
+  }
+  return false;
+}
+
 std::optional<TensorReport> MasterWeights::lost_gradient() const {
   const at::NoGradGuard no_grad;
   std::optional<TensorReport> lost;
@@ -770,7 +791,8 @@ std::optional<TensorReport> MasterWeights::lost_gradient() const {
         !(gradient.defined() &&
           (pair.taken_gradient.unchanged(gradient) ||
            // Zeros that became zeros are lost by nobody.
-           (pair.taken_is_zero && !gradient.ne(0).any().item<bool>())))) {
+           (impl_->took_zeros(pair, group, index) &&
+            !gradient.ne(0).any().item<bool>())))) {
       lost = TensorReport{group, index, pair.model, 0, 0, 0.0, 0.0, false};
     }
   });

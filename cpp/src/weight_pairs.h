@@ -250,6 +250,8 @@ struct MasterWeights::Impl {
   DeviceNumber usable(const DeviceNumber& number) const;
   DeviceLists* only_lists();
   bool norm_is_measured() const;
+  bool took_zeros(const Pair& pair, std::int64_t group, std::int64_t index)
+      const;
   at::Tensor unscaled_gradient(const Pair& pair) const;
   template <typename Use>
   void measure(const Use& use);
