@@ -565,19 +565,19 @@ def test_report_stays_that_of_the_last_update() -> None:
 
 @each_dtype
 @pytest.mark.parametrize("lay", LAYOUTS)
-def test_has_nonfinite_reads_any_layout(
+def test_has_overflow_reads_any_layout(
     lay: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
 ) -> None:
     values = torch.ones(4, 3, 2, 5, dtype=dtype)
-    assert not _core.has_nonfinite([lay(values)])
+    assert not _core.has_overflow([lay(values)])
     values[2, 1, 1, 4] = -math.inf
-    assert _core.has_nonfinite([lay(values)])
+    assert _core.has_overflow([lay(values)])
 
 
-def test_has_nonfinite_does_not_see_what_a_view_leaves_out() -> None:
+def test_has_overflow_does_not_see_what_a_view_leaves_out() -> None:
     buffer = torch.full((10, 10), math.nan, dtype=torch.float16)
     buffer[1:9:3, ::2] = 1.0
-    assert not _core.has_nonfinite([buffer[1:9:3, ::2]])
+    assert not _core.has_overflow([buffer[1:9:3, ::2]])
 
 
 class Recorder(TorchDispatchMode):
@@ -593,12 +593,12 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("lay", [torch.clone, channels_last, transposed, offset])
-def test_has_nonfinite_copies_no_dense_tensor(
+def test_has_overflow_copies_no_dense_tensor(
     lay: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     tensor = lay(torch.ones(4, 3, 2, 5))
     with Recorder() as recorder:
-        _core.has_nonfinite([tensor])
+        _core.has_overflow([tensor])
     assert not [name for name in recorder.names if "clone" in name or "copy" in name]
 
 

@@ -4,7 +4,7 @@
 
 #include "tensor_caster.h"
 
-#include <fp16core/fp16core.h>
+#include <fp16core/optimizer_core.h>
 
 #include <nanobind/nanobind.h>
 

@@ -45,8 +45,8 @@ void bind_gradient_report(nb::module_& m) {
           nb::rv_policy::reference_internal,
           "Returns the first entry with a non-finite element, or None.");
   m.def(
-      "has_nonfinite",
-      &has_nonfinite,
+      "has_overflow",
+      &has_overflow,
       nb::call_guard<nb::gil_scoped_release>(),
       nb::arg("tensors"),
       "Returns whether any element of the tensors is infinite or NaN.");

@@ -149,7 +149,8 @@ void bind_loss_scaler(nb::module_& m) {
              double scale_window,
              double min_scale,
              std::int64_t delayed_shift,
-             bool consecutive_hysteresis) {
+             bool consecutive_hysteresis,
+             double backoff_factor) {
             new (self) DynamicLossScaler(
                 Options{
                     init_scale,
@@ -157,14 +158,16 @@ void bind_loss_scaler(nb::module_& m) {
                     scale_window,
                     min_scale,
                     delayed_shift,
-                    consecutive_hysteresis});
+                    consecutive_hysteresis,
+                    backoff_factor});
           },
           nb::arg("init_scale") = Options{}.init_scale,
           nb::arg("scale_factor") = Options{}.scale_factor,
           nb::arg("scale_window") = Options{}.scale_window,
           nb::arg("min_scale") = Options{}.min_scale,
           nb::arg("delayed_shift") = Options{}.delayed_shift,
-          nb::arg("consecutive_hysteresis") = Options{}.consecutive_hysteresis)
+          nb::arg("consecutive_hysteresis") = Options{}.consecutive_hysteresis,
+          nb::arg("backoff_factor") = Options{}.backoff_factor)
       .def_prop_rw(
           "cur_iter",
           state_getter<&State::cur_iter>(),
@@ -184,7 +187,8 @@ void bind_loss_scaler(nb::module_& m) {
           "scale_factor",
           option_getter<&Options::scale_factor>(),
           option_setter<&Options::scale_factor>(),
-          "Growth multiplies by it, backoff divides by it.")
+          "Growth multiplies by it; backoff divides by it, or see "
+          "backoff_factor.")
       .def_prop_rw(
           "scale_window",
           option_getter<&Options::scale_window>(),
@@ -204,7 +208,12 @@ void bind_loss_scaler(nb::module_& m) {
           "consecutive_hysteresis",
           option_getter<&Options::consecutive_hysteresis>(),
           option_setter<&Options::consecutive_hysteresis>(),
-          "Whether every clean iteration restores the tolerance.");
+          "Whether every clean iteration restores the tolerance.")
+      .def_prop_rw(
+          "backoff_factor",
+          option_getter<&Options::backoff_factor>(),
+          option_setter<&Options::backoff_factor>(),
+          "What backoff multiplies by; 0 to divide by scale_factor.");
 }
 
 } // namespace fp16core::bindings

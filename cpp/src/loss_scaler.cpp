@@ -40,6 +40,10 @@ void check(const DynamicLossScalerOptions& options) {
       options.delayed_shift >= 1,
       "DynamicLossScaler: delayed_shift must be at least 1",
       static_cast<double>(options.delayed_shift));
+  check(
+      options.backoff_factor >= 0.0 && options.backoff_factor < 1.0,
+      "DynamicLossScaler: backoff_factor must be between 0 and 1",
+      options.backoff_factor);
 }
 
 } // namespace

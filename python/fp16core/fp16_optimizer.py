@@ -723,7 +723,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         self._ingest()
         params = [*self.fp16_groups, *self.fp32_from_fp32_groups]
         grads = [p.grad for group in params for p in group if p.grad is not None]
-        self.overflow = _core.has_nonfinite(grads)
+        self.overflow = _core.has_overflow(grads)
 
     def _update_scale(self, has_overflow: bool = False) -> None:
         self.loss_scaler.update_scale(has_overflow)

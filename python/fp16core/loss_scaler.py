@@ -12,7 +12,7 @@ from fp16core import _core
 
 def _has_inf_or_nan(tensor: torch.Tensor) -> bool:
     """Return whether any element of ``tensor`` is infinite or NaN."""
-    return _core.has_nonfinite([tensor])
+    return _core.has_overflow([tensor])
 
 
 class _TensorMethods:
@@ -84,6 +84,8 @@ class DynamicLossScaler(_TensorMethods, _core.DynamicLossScaler):
         delayed_shift: overflows until the scale is lowered, at least 1.
         consecutive_hysteresis: whether every clean iteration restores the
             tolerance; otherwise only a growth does.
+        backoff_factor: what an overflow multiplies the scale by, between 0 and 1;
+            0 to divide it by ``scale_factor``.
 
     Arguments that make no sense raise a ValueError that names them. All of them,
     and ``cur_scale``, ``cur_iter``, ``last_overflow_iter`` and ``cur_hysteresis``,
@@ -98,6 +100,8 @@ class DynamicLossScaler(_TensorMethods, _core.DynamicLossScaler):
         min_scale: float = 1,
         delayed_shift: int = 1,
         consecutive_hysteresis: bool = False,
+        *,
+        backoff_factor: float = 0.0,
     ) -> None:
         _core.DynamicLossScaler.__init__(
             self,
@@ -107,11 +111,12 @@ class DynamicLossScaler(_TensorMethods, _core.DynamicLossScaler):
             min_scale,
             delayed_shift,
             consecutive_hysteresis,
+            backoff_factor,
         )
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
         """Return whether any gradient of ``params`` holds inf or NaN."""
-        return _core.has_nonfinite([p.grad for p in params if p.grad is not None])
+        return _core.has_overflow([p.grad for p in params if p.grad is not None])
 
     has_overflow_serial = has_overflow
     _has_inf_or_nan = staticmethod(_has_inf_or_nan)
@@ -125,7 +130,8 @@ class DynamicLossScaler(_TensorMethods, _core.DynamicLossScaler):
             f"scale_factor={self.scale_factor:g}, "
             f"scale_window={self.scale_window:g}, min_scale={self.min_scale:g}, "
             f"delayed_shift={self.delayed_shift}, "
-            f"consecutive_hysteresis={self.consecutive_hysteresis})"
+            f"consecutive_hysteresis={self.consecutive_hysteresis}"
+            + (f", backoff_factor={self.backoff_factor:g})" if self.backoff_factor else ")")
         )
 
 
@@ -135,6 +141,7 @@ _OPTIONS = (
     "min_scale",
     "delayed_shift",
     "consecutive_hysteresis",
+    "backoff_factor",
 )
 _COUNTERS = ("cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -156,8 +163,10 @@ def scaler_state(scaler: Any) -> dict[str, Any]:
 
 
 def _restore(kind: type[DynamicLossScaler], state: dict[str, Any]) -> DynamicLossScaler:
+    # Checkpoints of the first days have no backoff_factor.
+    options = {"backoff_factor": 0.0, **state}
     scaler = kind(
-        init_scale=state["cur_scale"], **{name: state[name] for name in _OPTIONS}
+        init_scale=state["cur_scale"], **{name: options[name] for name in _OPTIONS}
     )
     for name in _COUNTERS:
         setattr(scaler, name, state[name])

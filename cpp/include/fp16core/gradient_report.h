@@ -49,11 +49,4 @@ struct FP16CORE_API GradientReport {
   static std::string describe(const TensorReport& tensor);
 };
 
-/// Returns whether any element of `tensors` is infinite or NaN.
-///
-/// One read pass, no copy of dense tensors. Undefined tensors count as clean.
-/// float16, bfloat16, float32 and float64, any strides, sparse COO by values.
-/// On CUDA it synchronizes.
-FP16CORE_API bool has_nonfinite(const std::vector<at::Tensor>& tensors);
-
 } // namespace fp16core

@@ -69,7 +69,8 @@ class FP16CORE_API LossScaler {
 struct DynamicLossScalerOptions {
   /// The scale at the start.
   double init_scale = 4294967296.0;
-  /// Growth multiplies by it, backoff divides by it. Greater than 1.
+  /// Growth multiplies by it, and backoff divides by it unless it has a factor
+  /// of its own. Greater than 1.
   double scale_factor = 2.0;
   /// Clean iterations from the last overflow (or the last growth) to the next
   /// growth. At least 1; a fractional window is compared as it is.
@@ -82,6 +83,9 @@ struct DynamicLossScalerOptions {
   /// Whether every clean iteration restores the tolerance; otherwise only a
   /// growth does.
   bool consecutive_hysteresis = false;
+  /// What backoff multiplies by, between 0 and 1, as torch.amp.GradScaler has
+  /// it; 0 to divide by `scale_factor`.
+  double backoff_factor = 0.0;
 };
 
 /// What a dynamic loss scale remembers between two iterations.
@@ -108,8 +112,9 @@ class FP16CORE_API LossScaleStorage {
 /// A loss scale that backs off after an overflow and grows after a run of
 /// clean iterations.
 ///
-/// An overflow spends tolerance or divides the scale by `scale_factor`, not
-/// below `min_scale`; it restarts the window. When the number of iterations
+/// An overflow spends tolerance or divides the scale by `scale_factor` (or
+/// multiplies it by `backoff_factor`), not below `min_scale`; it restarts the
+/// window. When the number of iterations
 /// since the last overflow is a multiple of `scale_window`, the scale is
 /// multiplied by `scale_factor`, unless the product is not finite. (The state
 /// machine of Megatron-LM's loss scaler, 2019.)

@@ -20,7 +20,9 @@ C10_HOST_DEVICE inline void update_loss_scale(
     bool overflow) {
   if (overflow) {
     if (rule.delayed_shift == 1 || state.cur_hysteresis == 1) {
-      const double lowered = state.cur_scale / rule.scale_factor;
+      const double lowered = rule.backoff_factor == 0.0
+          ? state.cur_scale / rule.scale_factor
+          : state.cur_scale * rule.backoff_factor;
       state.cur_scale = lowered > rule.min_scale ? lowered : rule.min_scale;
     } else {
       state.cur_hysteresis -= 1;

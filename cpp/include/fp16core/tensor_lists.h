@@ -1,0 +1,68 @@
+// Functions on lists of tensors, for training loops that are written by hand.
+//
+// Each is one call of a list kernel for a device's tensors: no loop over
+// tensors on the way, one pass over memory. float16, bfloat16, float32 and
+// float64, in any strides and mixed. Undefined tensors, such as the gradients
+// of parameters without one, are passed over. On CUDA what returns a bool
+// waits for the device.
+
+#pragma once
+
+#include <fp16core/api.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+
+#include <vector>
+
+namespace fp16core {
+
+/// Returns the gradients of `parameters`, undefined where there is none.
+FP16CORE_API std::vector<at::Tensor> gradients_of(
+    const std::vector<at::Tensor>& parameters);
+
+/// Returns whether any element of `tensors` is infinite or NaN. Sparse COO
+/// tensors are judged by their values. Copies no dense tensor. Throws TypeError
+/// for another dtype.
+FP16CORE_API bool has_overflow(const std::vector<at::Tensor>& tensors);
+
+/// Divides `gradients` by `scale` in place, and returns whether any element of
+/// them is infinite or NaN; these are then unscaled all the same.
+///
+/// Multiplies by the float32 rounding of the float64 reciprocal, float64
+/// tensors by the reciprocal itself. A half gradient takes two passes, and
+/// rounds: small values are lost. Half parameters are for FP16Optimizer.
+/// Throws TypeError for another dtype, a sparse tensor or one that overlaps
+/// itself, and std::invalid_argument unless `scale` is finite and at least
+/// 2^-126, before anything is changed.
+FP16CORE_API bool unscale_(
+    const std::vector<at::Tensor>& gradients,
+    double scale);
+
+/// Multiplies `gradients` in place by max_norm / (norm + 1e-6) where that is
+/// below 1, and returns their p-norm over all elements before, a float32 tensor
+/// without dimensions; p is `norm_type`, and may be infinite.
+///
+/// The coefficient is that of torch.nn.utils.clip_grad_norm_, in double. Where
+/// the norm is not finite nothing is changed, so that the caller can skip the
+/// step. Throws ValueError for a negative or NaN `max_norm` and a NaN
+/// `norm_type`, and TypeError like `unscale_`.
+FP16CORE_API at::Tensor clip_grad_norm_(
+    const std::vector<at::Tensor>& gradients,
+    double max_norm,
+    double norm_type = 2.0);
+
+/// Returns copies of `tensors` as `dtype`, of equal strides where those are
+/// dense. Half to float32 is exact; float32 to half rounds to nearest even.
+FP16CORE_API std::vector<at::Tensor> cast(
+    const std::vector<at::Tensor>& tensors,
+    c10::ScalarType dtype);
+
+/// Writes `sources` to `targets`, each in its target's dtype. Elements pair by
+/// index, whatever the strides. Throws ValueError if the lists or a pair of
+/// shapes differ, and TypeError for another dtype, before anything is changed.
+FP16CORE_API void copy_(
+    const std::vector<at::Tensor>& targets,
+    const std::vector<at::Tensor>& sources);
+
+} // namespace fp16core

@@ -1,0 +1,1 @@
+#include <fp16core/checkpoint.h>

@@ -1,0 +1,1 @@
+#include <fp16core/fp16_optimizer.h>

@@ -1,0 +1,1 @@
+#include "pickle_reader.h"

@@ -1,0 +1,3 @@
+// Reads pickled data without executing anything.
+
+#pragma once
