@@ -106,6 +106,12 @@ function(fp16core_compile_options target)
       FP16CORE_BUILDING
       $<$<IN_LIST:AVX2,${FP16CORE_CPU_CAPABILITIES}>:FP16CORE_HAVE_X86_CAPABILITIES=1>
   )
+  # In a project that chooses no build type, this library is optimized all the
+  # same.
+  target_compile_options(
+    ${target}
+    PRIVATE "$<$<AND:$<CONFIG:>,$<COMPILE_LANGUAGE:CXX>>:-O3>"
+  )
   # Results must not depend on the instruction set, so a multiplication and an
   # addition are fused only where the source says so.
   target_compile_options(

@@ -3,9 +3,6 @@
 #include "oracle.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/Dict.h>
-#include <ATen/core/ivalue.h>
-#include <torch/nn/functional/loss.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -13,11 +10,10 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/schedulers/step_lr.h>
 #include <torch/optim/sgd.h>
-#include <torch/serialize.h>
 
 #include <doctest.h>
 
-#include <sstream>
+#include <functional>
 #include <thread>
 
 using namespace fp16core;

@@ -1,4 +1,4 @@
-// The export macro of libfp16core.
+// The export macros of libfp16core.
 
 #pragma once
 
@@ -8,6 +8,9 @@
 #else
 #define FP16CORE_API __declspec(dllimport)
 #endif
+#define FP16CORE_LOCAL
 #else
 #define FP16CORE_API __attribute__((visibility("default")))
+// For what a class that is exported keeps to itself.
+#define FP16CORE_LOCAL __attribute__((visibility("hidden")))
 #endif

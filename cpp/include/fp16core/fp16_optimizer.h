@@ -247,7 +247,7 @@ class FP16CORE_API FP16Optimizer {
   void load(torch::serialize::InputArchive& archive);
 
  private:
-  struct Impl;
+  struct FP16CORE_LOCAL Impl;
   std::unique_ptr<Impl> impl_;
 };
 

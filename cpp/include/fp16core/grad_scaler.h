@@ -138,7 +138,7 @@ class FP16CORE_API GradScaler {
   void load_state_dict(const c10::IValue& state);
 
  private:
-  struct Impl;
+  struct FP16CORE_LOCAL Impl;
   std::unique_ptr<Impl> impl_;
 };
 

@@ -266,8 +266,8 @@ class FP16CORE_API MasterWeights {
   std::optional<at::Tensor> model_param(std::int64_t group, std::int64_t index)
       const;
 
-  struct Pair;
-  struct Impl;
+  struct FP16CORE_LOCAL Pair;
+  struct FP16CORE_LOCAL Impl;
   std::unique_ptr<Impl> impl_;
 };
 
