@@ -10,9 +10,11 @@
 
 #include <doctest.h>
 
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -262,6 +264,27 @@ TEST_CASE("a checkpoint replaces a file at once and leaves nothing beside it") {
   CHECK(folder.names() == std::vector<std::string>{"a"});
 }
 
+TEST_CASE("a checkpoint that finds no room leaves the old file") {
+  const Folder folder;
+  save_checkpoint(folder / "a", Values{{"x", 1}});
+  rlimit old{};
+  REQUIRE(::getrlimit(RLIMIT_FSIZE, &old) == 0);
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  const rlimit small{100000, old.rlim_max};
+  REQUIRE(::setrlimit(RLIMIT_FSIZE, &small) == 0);
+  const auto error = error_of<c10::Error>([&] {
+    save_checkpoint(folder / "a", Values{{"x", at::zeros({100000})}});
+  });
+  REQUIRE(::setrlimit(RLIMIT_FSIZE, &old) == 0);
+  std::signal(SIGXFSZ, handler);
+  CHECK(
+      error ==
+      "save_checkpoint: " + folder / "a" +
+          " must be a file that can be written, but got: File too large");
+  CHECK(folder.names() == std::vector<std::string>{"a"});
+  CHECK(load_checkpoint(folder / "a").at("x").toInt() == 1);
+}
+
 TEST_CASE("a checkpoint goes where a link leads") {
   const Folder folder;
   save_checkpoint(folder / "a", Values{{"x", 1}});
@@ -318,10 +341,14 @@ TEST_CASE("values that Python could not read are refused by their place") {
   CHECK(
       save_error(at::empty({2}, at::device(at::kMeta))) ==
       rule + "a meta float32 tensor of shape [2] at model");
+  CHECK(
+      save_error(at::_nested_tensor_from_tensor_list({at::ones({2})})) ==
+      rule + "a nested tensor at model");
   for (const auto* text :
        {"\xff",
         "\xc3",
         "\xc0\x80",
+        "\xed\xa0\x80",
         "\xf4\x90\x80\x80",
         "\xe0\x80\x80",
         "\xf0\x80\x80\x80",
@@ -564,13 +591,13 @@ TEST_CASE("archives that lie are refused") {
 
   CHECK(
       of({{"data.pkl", tensor("1", "cpu")}, {"data/0", bytes}}) ==
-      rule + "one without its record data/1");
+      rule + "one without its record 'data/1'");
   CHECK(
       of({{"data.pkl", tensor("0", "cpu")}, {"data/0", bytes + "1"}}) ==
-      rule + "a record data/0 of another size");
+      rule + "a record 'data/0' of another size");
   CHECK(
       of({{"data.pkl", tensor("0", "cpu")}, {"data/0", ""}}) ==
-      rule + "a record data/0 of another size");
+      rule + "a record 'data/0' of another size");
   CHECK(
       of({{"data.pkl", "}."}, {"byteorder", "big"}}) ==
       "be a file of save_checkpoint or torch.save, but got one of a machine of "
@@ -579,11 +606,11 @@ TEST_CASE("archives that lie are refused") {
   CHECK(of({{"data.pkl", ""}}) == rule + "an end at byte 0 of its pickle");
   CHECK(
       of({{"data.pkl", std::string(1 << 20, '('), true}}) ==
-      rule + "a record data.pkl larger than the file");
+      rule + "a record 'data.pkl' larger than the file");
   CHECK(
       of({{"data.pkl", tensor("0", "cpu")},
           {"data/0", std::string(1 << 20, '\0'), true}}) ==
-      rule + "a record data/0 larger than the file");
+      rule + "a record 'data/0' larger than the file");
 
   const auto here =
       "hold tensors of devices that are here, unless load_checkpoint is given "
@@ -592,7 +619,7 @@ TEST_CASE("archives that lie are refused") {
   for (const auto* location : {"cuda:99", "meta", "mps", "nonsense", ""}) {
     CHECK(
         of({{"data.pkl", tensor("0", location)}, {"data/0", bytes}}) ==
-        here + location);
+        here + "'" + location + "'");
     CHECK(load_checkpoint(folder / "a", c10::Device("cpu"))
               .at("x")
               .toTensor()

@@ -157,5 +157,9 @@ TEST_CASE("values are described as Python shows them") {
   CHECK(describe(-3) == "-3");
   CHECK(describe(1e-3) == "0.001");
   CHECK(describe(std::string(61, 'x')) == "'" + std::string(60, 'x') + "...'");
+  CHECK(
+      describe(std::string(59, 'x') + "\u00e9") ==
+      "'" + std::string(59, 'x') + "...'");
+  CHECK(describe("a\n\x1b[1m") == "'a??[1m'");
   CHECK(describe(c10::Device("cpu")) == "a value of kind Device");
 }

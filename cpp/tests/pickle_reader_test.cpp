@@ -279,6 +279,7 @@ TEST_CASE("the unpickler refuses pickles that are no such thing") {
   check("attributes of no dict", "]}b");
   check("a wrong name", "NN\x93");
 
+  check("a text that is not UTF-8", "\x8c\x02\xc3\xff");
   check("an unknown operation", "\xff");
   check("an unknown operation", "I");
   check("an unknown operation", "0");
