@@ -114,7 +114,8 @@ c10::IValue DictReader::at(std::string_view key) const {
   if (entry == dict_.end()) {
     std::string keys;
     for (const auto& other : dict_) {
-      keys += (keys.empty() ? "" : ", ") + describe(other.key());
+      keys += keys.empty() ? "" : ", ";
+      keys += describe(other.key());
     }
     TORCH_CHECK_VALUE(
         false,

@@ -570,7 +570,7 @@ TEST_CASE("archives that lie are refused") {
   const Folder folder;
   const auto tensor = [](const std::string& key, const std::string& location) {
     const auto string = [](const std::string& text) {
-      return "\x8c" + std::string(1, static_cast<char>(text.size())) + text;
+      return std::string{'\x8c', static_cast<char>(text.size())} + text;
     };
     // A tensor of the first of four elements.
     return "}" + string("x") + "ctorch._utils\n_rebuild_tensor_v2\n((" +

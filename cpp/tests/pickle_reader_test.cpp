@@ -47,7 +47,7 @@ std::string repeat(const std::string& text, std::size_t times) {
 }
 
 std::string string(const std::string& text) {
-  return "\x8c" + std::string(1, static_cast<char>(text.size())) + text;
+  return std::string{'\x8c', static_cast<char>(text.size())} + text;
 }
 
 std::string long1(std::int64_t value) {
