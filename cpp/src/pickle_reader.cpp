@@ -449,7 +449,7 @@ class PickleReader {
     if (!id.isTuple()) {
       damaged("a wrong storage");
     }
-    const auto& items = id.toTupleRef().elements();
+    const auto items = id.toTupleRef().elements().vec();
     if (items.size() != 5 || !items[0].isString() ||
         items[0].toStringRef() != "storage" || !items[1].isCapsule() ||
         !items[2].isString() || !items[3].isString() || !items[4].isInt()) {
@@ -552,14 +552,13 @@ class PickleReader {
     if (!arguments.isTuple() || !function.isCapsule()) {
       damaged("a wrong call");
     }
-    const auto& items = arguments.toTupleRef().elements();
+    const auto items = arguments.toTupleRef().elements().vec();
     const auto& name = reference(function).name;
     const auto is = [&](std::size_t size, auto kind) {
       return items.size() == size && (items[0].*kind)();
     };
     if (name.starts_with("torch._utils._rebuild_tensor")) {
-      push(rebuild_tensor(
-          c10::ArrayRef<c10::IValue>(items.begin(), items.end())));
+      push(rebuild_tensor(items));
     } else if (
         name == "torch._utils._rebuild_parameter" &&
         is(3, &c10::IValue::isTensor)) {

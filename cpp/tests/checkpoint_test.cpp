@@ -573,7 +573,7 @@ TEST_CASE("archives that lie are refused") {
       return std::string{'\x8c', static_cast<char>(text.size())} + text;
     };
     // A tensor of the first of four elements.
-    return "}" + string("x") + "ctorch._utils\n_rebuild_tensor_v2\n((" +
+    return "}"s + string("x") + "ctorch._utils\n_rebuild_tensor_v2\n((" +
         string("storage") + "ctorch\nFloatStorage\n" + string(key) +
         string(location) + "K\x04tQK\x00K\x01\x85K\x01\x85\x89Nt"s + "Rs.";
   };
