@@ -37,33 +37,6 @@ constexpr const char* kByteOrder =
 
 // Writing.
 
-bool is_utf8(std::string_view text) {
-  std::size_t i = 0;
-  while (i < text.size()) {
-    const auto byte = [&](std::size_t at) {
-      return at < text.size() ? static_cast<std::uint8_t>(text[at]) : 0;
-    };
-    const int first = byte(i);
-    const int more = first < 0x80        ? 0
-        : first >= 0xc2 && first <= 0xdf ? 1
-        : (first & 0xf0) == 0xe0         ? 2
-        : first >= 0xf0 && first <= 0xf4 ? 3
-                                         : -1;
-    if (more < 0 || (first == 0xe0 && byte(i + 1) < 0xa0) ||
-        (first == 0xf0 && byte(i + 1) < 0x90) ||
-        (first == 0xf4 && byte(i + 1) > 0x8f)) {
-      return false;
-    }
-    for (int k = 1; k <= more; ++k) {
-      if ((byte(i + k) & 0xc0) != 0x80) {
-        return false;
-      }
-    }
-    i += 1 + more;
-  }
-  return true;
-}
-
 // Makes of any values those that the pickler writes as plain data: lists and
 // dicts of no particular type, and detached tensors.
 class Normalizer {
@@ -129,7 +102,7 @@ class Normalizer {
   }
 
   static void check_text(const std::string& text, const std::string& place) {
-    if (!is_utf8(text)) {
+    if (!detail::is_utf8(text)) {
       refuse("a string that is not UTF-8", place);
     }
   }
@@ -163,7 +136,8 @@ class Normalizer {
         c10::kComplexFloat,
         c10::kComplexDouble};
     if (!tensor.defined() || tensor.layout() != at::kStrided ||
-        !tensor.has_storage() || !(tensor.is_cpu() || tensor.is_cuda())) {
+        tensor.is_nested() || !tensor.has_storage() ||
+        !(tensor.is_cpu() || tensor.is_cuda())) {
       refuse(detail::describe(tensor), place);
     }
     TORCH_CHECK_TYPE(
@@ -483,10 +457,10 @@ class CheckpointFile {
     try {
       size = archive_->getRecordSize(name);
     } catch (const std::exception&) {
-      damaged("one without its record " + name);
+      damaged("one without its record " + detail::describe(name));
     }
     if (size > unread_) {
-      damaged("a record " + name + " larger than the file");
+      damaged("a record " + detail::describe(name) + " larger than the file");
     }
     unread_ -= size;
     auto bytes = at::empty({static_cast<std::int64_t>(size)}, at::kByte);
@@ -494,7 +468,7 @@ class CheckpointFile {
       TORCH_CHECK(
           archive_->getRecord(name, bytes.mutable_data_ptr(), size) == size);
     } catch (const std::exception&) {
-      damaged("a damaged record " + name);
+      damaged("a damaged record " + detail::describe(name));
     }
     return bytes;
   }
@@ -517,7 +491,7 @@ class CheckpointFile {
         owner_,
         " must hold tensors of devices that are here, unless load_checkpoint "
         "is given a device such as torch::kCPU, but got one of ",
-        location);
+        detail::describe(location));
     return *device;
   }
 
@@ -529,7 +503,9 @@ class CheckpointFile {
       found = storages_.emplace(request.key, bytes.to(device).storage()).first;
     }
     if (found->second.nbytes() != request.nbytes) {
-      damaged("a record data/" + request.key + " of another size");
+      damaged(
+          "a record " + detail::describe("data/" + request.key) +
+          " of another size");
     }
     return found->second;
   }

@@ -19,13 +19,28 @@ std::string count(const char* kind, std::size_t size) {
   return std::string("a ") + kind + " of " + std::to_string(size);
 }
 
-std::string quoted(const std::string& text) {
-  return text.size() <= kLongestText
-      ? "'" + text + "'"
-      : "'" + text.substr(0, kLongestText) + "...'";
+// Returns `text`, which may come from a file, fit for one line.
+std::string quoted(std::string text) {
+  if (text.size() > kLongestText) {
+    auto size = kLongestText;
+    while (size > 0 && (text[size] & 0xc0) == 0x80) {
+      --size;
+    }
+    text.resize(size);
+    text += "...";
+  }
+  for (auto& letter : text) {
+    if (static_cast<unsigned char>(letter) < ' ') {
+      letter = '?';
+    }
+  }
+  return "'" + text + "'";
 }
 
 std::string describe_defined(const at::Tensor& tensor) {
+  if (tensor.is_nested()) {
+    return "a nested tensor";
+  }
   std::ostringstream text;
   text << "a ";
   if (tensor.is_meta()) {
@@ -99,7 +114,8 @@ c10::IValue DictReader::at(std::string_view key) const {
   if (entry == dict_.end()) {
     std::string keys;
     for (const auto& other : dict_) {
-      keys += (keys.empty() ? "" : ", ") + describe(other.key());
+      keys += keys.empty() ? "" : ", ";
+      keys += describe(other.key());
     }
     TORCH_CHECK_VALUE(
         false,

@@ -233,6 +233,14 @@ class PickleReader {
     return value;
   }
 
+  std::string text(std::uint64_t size) {
+    std::string found(bytes(size));
+    if (!is_utf8(found)) {
+      damaged("a text that is not UTF-8");
+    }
+    return found;
+  }
+
   std::int64_t signed_number(int size) {
     const int unused = 64 - 8 * size;
     return size == 0
@@ -441,7 +449,7 @@ class PickleReader {
     if (!id.isTuple()) {
       damaged("a wrong storage");
     }
-    const auto& items = id.toTupleRef().elements();
+    const auto items = id.toTupleRef().elements().vec();
     if (items.size() != 5 || !items[0].isString() ||
         items[0].toStringRef() != "storage" || !items[1].isCapsule() ||
         !items[2].isString() || !items[3].isString() || !items[4].isInt()) {
@@ -544,14 +552,13 @@ class PickleReader {
     if (!arguments.isTuple() || !function.isCapsule()) {
       damaged("a wrong call");
     }
-    const auto& items = arguments.toTupleRef().elements();
+    const auto items = arguments.toTupleRef().elements().vec();
     const auto& name = reference(function).name;
     const auto is = [&](std::size_t size, auto kind) {
       return items.size() == size && (items[0].*kind)();
     };
     if (name.starts_with("torch._utils._rebuild_tensor")) {
-      push(rebuild_tensor(
-          c10::ArrayRef<c10::IValue>(items.begin(), items.end())));
+      push(rebuild_tensor(items));
     } else if (
         name == "torch._utils._rebuild_parameter" &&
         is(3, &c10::IValue::isTensor)) {
@@ -579,29 +586,23 @@ class PickleReader {
     switch (op) {
       case Op::kProto:
         number(1);
-        break;
+        return;
       case Op::kFrame:
         number(8);
-        break;
+        return;
       case Op::kMark:
-        marks_.push_back(stack_.size());
-        break;
+        return marks_.push_back(stack_.size());
       case Op::kNone:
-        push({});
-        break;
+        return push({});
       case Op::kNewTrue:
       case Op::kNewFalse:
-        push(op == Op::kNewTrue);
-        break;
+        return push(op == Op::kNewTrue);
       case Op::kBinInt:
-        push(signed_number(4));
-        break;
+        return push(signed_number(4));
       case Op::kBinInt1:
-        push(static_cast<std::int64_t>(number(1)));
-        break;
+        return push(static_cast<std::int64_t>(number(1)));
       case Op::kBinInt2:
-        push(static_cast<std::int64_t>(number(2)));
-        break;
+        return push(static_cast<std::int64_t>(number(2)));
       case Op::kLong1: {
         const auto size = number(1);
         TORCH_CHECK(
@@ -609,90 +610,66 @@ class PickleReader {
             owner_,
             " must hold integers of 64 bits, but got one of ",
             8 * size);
-        push(signed_number(static_cast<int>(size)));
-        break;
+        return push(signed_number(static_cast<int>(size)));
       }
       case Op::kBinFloat:
-        push(big_endian_double());
-        break;
+        return push(big_endian_double());
       case Op::kBinUnicode:
-        push(std::string(bytes(number(4))));
-        break;
+        return push(text(number(4)));
       case Op::kShortBinUnicode:
-        push(std::string(bytes(number(1))));
-        break;
+        return push(text(number(1)));
       case Op::kBinUnicode8:
-        push(std::string(bytes(number(8))));
-        break;
+        return push(text(number(8)));
       case Op::kEmptyTuple:
-        push_tuple({});
-        break;
+        return push_tuple({});
       case Op::kTuple1:
-        push_tuple(pop(1));
-        break;
+        return push_tuple(pop(1));
       case Op::kTuple2:
-        push_tuple(pop(2));
-        break;
+        return push_tuple(pop(2));
       case Op::kTuple3:
-        push_tuple(pop(3));
-        break;
+        return push_tuple(pop(3));
       case Op::kTuple:
-        push_tuple(pop_mark());
-        break;
+        return push_tuple(pop_mark());
       case Op::kEmptyList:
       case Op::kEmptySet:
-        push_list();
-        break;
+        return push_list();
       case Op::kAppend:
-        append(pop(1));
-        break;
+        return append(pop(1));
       case Op::kAppends:
       case Op::kAddItems:
-        append(pop_mark());
-        break;
+        return append(pop_mark());
       case Op::kEmptyDict:
-        push_dict();
-        break;
+        return push_dict();
       case Op::kSetItem:
-        set_items(pop(2));
-        break;
+        return set_items(pop(2));
       case Op::kSetItems:
-        set_items(pop_mark());
-        break;
+        return set_items(pop_mark());
       case Op::kBinPut:
-        put(number(1));
-        break;
+        return put(number(1));
       case Op::kLongBinPut:
-        put(number(4));
-        break;
+        return put(number(4));
       case Op::kMemoize:
-        put(memo_.size());
-        break;
+        return put(memo_.size());
       case Op::kBinGet:
-        get(number(1));
-        break;
+        return get(number(1));
       case Op::kLongBinGet:
-        get(number(4));
-        break;
+        return get(number(4));
       case Op::kGlobal: {
         const auto module = line();
-        push_global(module + "." + line());
-        break;
+        return push_global(module + "." + line());
       }
       case Op::kStackGlobal: {
         const auto names = pop(2);
         if (!names[0].isString() || !names[1].isString()) {
           damaged("a wrong name");
         }
-        push_global(names[0].toStringRef() + "." + names[1].toStringRef());
-        break;
+        return push_global(
+            names[0].toStringRef() + "." + names[1].toStringRef());
       }
       case Op::kBinPersId:
-        push_storage();
-        break;
+        return push_storage();
       case Op::kReduce:
-        reduce();
-        break;
+        return reduce();
       case Op::kBuild:
         // The attributes of an ordered dict, such as _metadata.
         pop();
@@ -716,6 +693,34 @@ class PickleReader {
 };
 
 } // namespace
+
+bool is_utf8(std::string_view text) {
+  std::size_t i = 0;
+  while (i < text.size()) {
+    const auto byte = [&](std::size_t at) {
+      return at < text.size() ? static_cast<std::uint8_t>(text[at]) : 0;
+    };
+    const int first = byte(i);
+    const int more = first < 0x80        ? 0
+        : first >= 0xc2 && first <= 0xdf ? 1
+        : (first & 0xf0) == 0xe0         ? 2
+        : first >= 0xf0 && first <= 0xf4 ? 3
+                                         : -1;
+    if (more < 0 || (first == 0xe0 && byte(i + 1) < 0xa0) ||
+        (first == 0xed && byte(i + 1) > 0x9f) ||
+        (first == 0xf0 && byte(i + 1) < 0x90) ||
+        (first == 0xf4 && byte(i + 1) > 0x8f)) {
+      return false;
+    }
+    for (int k = 1; k <= more; ++k) {
+      if ((byte(i + k) & 0xc0) != 0x80) {
+        return false;
+      }
+    }
+    i += 1 + more;
+  }
+  return true;
+}
 
 c10::IValue read_pickle(
     std::string_view pickle,

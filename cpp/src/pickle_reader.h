@@ -16,6 +16,9 @@ namespace fp16core::detail {
 /// exhaust the stack.
 constexpr int kDeepestValue = 500;
 
+/// Returns whether `text` is what a pickle may hold as text.
+bool is_utf8(std::string_view text);
+
 /// A storage that a pickle refers to.
 struct StorageRequest {
   std::string key;

@@ -37,7 +37,8 @@ void collect(
 }
 
 void append(std::string& names, const c10::IValue& name) {
-  names += (names.empty() ? "" : ", ") + detail::describe(name);
+  names += names.empty() ? "" : ", ";
+  names += detail::describe(name);
 }
 
 // Returns "no 'a', 'b' and an unexpected 'c'", or nothing if the keys are
@@ -60,7 +61,8 @@ std::string differing_names(const StateDict& own, const StateDict& given) {
     text = "no " + missing;
   }
   if (!unexpected.empty()) {
-    text += (missing.empty() ? "" : " and ") + ("unexpected " + unexpected);
+    text += missing.empty() ? "unexpected " : " and unexpected ";
+    text += unexpected;
   }
   return text;
 }

@@ -25,9 +25,12 @@ namespace fp16core {
 ///          {"optimizer", optimizer.state_dict()},
 ///          {"epoch", epoch}});
 ///
-/// A value is nothing, a bool, an integer, a double, a string, a tensor, or a
-/// list, a tuple or a dict of values; anything else is a TypeError that names
-/// its place. Tensors that share memory share it in the file.
+/// A value is nothing, a bool, an integer, a double, a string, a dense tensor,
+/// or a list, a tuple or a dict of values; anything else is a TypeError that
+/// names its place. Tensors that share memory share it in the file, unless
+/// their dtypes differ; they are written without `requires_grad`. ValueError
+/// for values that contain themselves, or lie more than 500 deep in one
+/// another.
 ///
 /// The file is written beside `path` under another name and takes its place
 /// when it is complete, so a crash leaves the old one. Throws RuntimeError if
@@ -51,12 +54,15 @@ FP16CORE_API void save_checkpoint(
 ///
 /// Reads data alone and executes nothing: what `torch.load` reads with its
 /// defaults, namely tensors, parameters, numbers, strings, containers (ordered
-/// dicts become dicts, sets become lists) and dtypes, which are read as their
-/// names. Tensors come to the device that they were saved from, or to `device`.
+/// dicts and counters become dicts, sets become lists), and dtypes and devices,
+/// which are read as their names. Integers have 64 bits; keys are strings or
+/// integers. Tensors come to the device that they were saved from, or to
+/// `device`, and without `requires_grad`.
 ///
 /// Throws RuntimeError, naming the file and what is wrong, for a file that
 /// cannot be read, is cut off or damaged, was written by torch before 1.6, or
-/// holds anything else.
+/// holds anything else. As in `torch.load`, wrong bytes within the data of a
+/// tensor go unnoticed.
 FP16CORE_API StateDict load_checkpoint(
     const std::string& path,
     std::optional<c10::Device> device = std::nullopt);
