@@ -2,6 +2,8 @@
 
 #include "bindings.h"
 
+#include <fp16core/tensor_lists.h>
+
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 

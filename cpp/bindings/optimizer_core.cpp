@@ -256,6 +256,12 @@ void bind_optimizer_core(nb::module_& m) {
           "master_positions",
           [](OptimizerCore& self) { return weights(self).master_positions(); })
       .def(
+          "describe",
+          [](OptimizerCore& self, std::int64_t first_group) {
+            return weights(self).describe(first_group);
+          },
+          nb::arg("first_group"))
+      .def(
           "load_masters",
           [](OptimizerCore& self, const ParamGroups& masters) {
             weights(self).load_masters(masters);

@@ -15,7 +15,8 @@ namespace fp16core::detail {
 
 /// A view of a dict. Every function throws ValueError, naming the owner and the
 /// path to the value, if there is no value of the kind: "FP16Optimizer.
-/// load_state_dict: optimizer_state_dict.state must be a dict, but got a list".
+/// load_state_dict: optimizer_state_dict.state must be a dict, but got a list
+/// of 3".
 class DictReader {
  public:
   /// `owner` begins the messages; `path` names the dict itself in them.
@@ -23,7 +24,7 @@ class DictReader {
 
   bool has(std::string_view key) const;
   /// Returns the value, of any kind.
-  const c10::IValue& at(std::string_view key) const;
+  c10::IValue at(std::string_view key) const;
 
   bool boolean(std::string_view key) const;
   std::int64_t integer(std::string_view key) const;
@@ -51,8 +52,8 @@ class DictReader {
   std::string path_;
 };
 
-/// Returns what a value is, for a message: "a list of 3", "a float32 tensor of
-/// shape [2, 3]", "'text'".
+/// Returns what a value is, for a message: "None", "True", "3", "0.5",
+/// "'text'", "a list of 3", "a float32 tensor of shape [2, 3]".
 std::string describe(const c10::IValue& value);
 
 } // namespace fp16core::detail

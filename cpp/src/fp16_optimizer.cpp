@@ -1,1 +1,883 @@
 #include <fp16core/fp16_optimizer.h>
+
+#include "dict_reader.h"
+#include "parameter_text.h"
+#include "torch_optim/optimizer_state.h"
+#include "torch_optim/rule_view.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/serialize/archive.h>
+
+#include <algorithm>
+#include <iostream>
+#include <mutex>
+#include <unordered_set>
+#include <utility>
+
+namespace fp16core {
+
+namespace {
+
+using torch::optim::Optimizer;
+
+constexpr std::int64_t kFormatVersion = 1;
+
+// Unwinds an inner step whose first evaluation overflows for good.
+struct SkippedStep {};
+
+// The optimizers that are wrapped, since the masters of one would be taken for
+// native parameters by the next.
+class Wrapped {
+ public:
+  static bool add(const Optimizer* optimizer) {
+    const std::lock_guard lock(mutex());
+    return all().insert(optimizer).second;
+  }
+  static void remove(const Optimizer* optimizer) {
+    const std::lock_guard lock(mutex());
+    all().erase(optimizer);
+  }
+
+ private:
+  static std::mutex& mutex() {
+    static std::mutex mutex;
+    return mutex;
+  }
+  static std::unordered_set<const Optimizer*>& all() {
+    static std::unordered_set<const Optimizer*> all;
+    return all;
+  }
+};
+
+ParamGroups params_of(const Optimizer& optimizer) {
+  ParamGroups groups;
+  for (const auto& group : optimizer.param_groups()) {
+    groups.push_back(group.params());
+  }
+  return groups;
+}
+
+std::shared_ptr<LossScaler> make_scaler(const FP16OptimizerOptions& options) {
+  if (options.loss_scaler() != nullptr) {
+    return options.loss_scaler();
+  }
+  if (!options.dynamic_loss_scale()) {
+    return std::make_shared<LossScaler>(options.static_loss_scale());
+  }
+  return std::make_shared<DynamicLossScaler>(DynamicLossScalerOptions{
+      options.init_scale(),
+      options.scale_factor(),
+      options.scale_window(),
+      options.min_scale(),
+      options.delayed_shift(),
+      options.consecutive_hysteresis(),
+      options.backoff_factor()});
+}
+
+// Returns what insists on an update rule, as the rule of an error; "" if
+// nothing.
+std::string insistence(const FP16OptimizerOptions& options) {
+  if (!options.materialize_master_grads()) {
+    const std::string rule =
+        "materialize_master_grads(false) needs a step by an update rule";
+    TORCH_CHECK_VALUE(
+        options.fused().value_or(true),
+        "FP16Optimizer: ",
+        rule,
+        ", but got fused(false)");
+    return rule;
+  }
+  return options.fused().value_or(false)
+      ? "fused(true) needs a step by an update rule"
+      : "";
+}
+
+std::string no_rule(const Optimizer& optimizer) {
+  return detail::class_name(typeid(optimizer)) +
+      ", for which the core has no update rule";
+}
+
+// Returns the items of a list of tensors, or of integers, in a list `key`.
+std::vector<at::Tensor> tensors_of(
+    const detail::DictReader& state,
+    const char* key,
+    const c10::IValue& group) {
+  std::vector<at::Tensor> tensors;
+  if (!group.isList()) {
+    state.refuse(key, "must hold lists", detail::describe(group));
+  }
+  for (const c10::IValue& item : group.toListRef()) {
+    if (!item.isTensor()) {
+      state.refuse(key, "must hold tensors", detail::describe(item));
+    }
+    tensors.push_back(item.toTensor());
+  }
+  return tensors;
+}
+
+std::vector<std::int64_t> integers_of(
+    const detail::DictReader& state,
+    const char* key,
+    const c10::IValue& group) {
+  std::vector<std::int64_t> integers;
+  if (!group.isList()) {
+    state.refuse(key, "must hold lists", detail::describe(group));
+  }
+  for (const c10::IValue& item : group.toListRef()) {
+    if (!item.isInt()) {
+      state.refuse(key, "must hold integers", detail::describe(item));
+    }
+    integers.push_back(item.toInt());
+  }
+  return integers;
+}
+
+// Returns the kind that has a rule for the optimizer, or null.
+const detail::OptimizerKind* kind_with_rule(const Optimizer& optimizer) {
+  const auto* kind = detail::find_kind(optimizer);
+  return kind != nullptr && kind->rule != nullptr ? kind : nullptr;
+}
+
+} // namespace
+
+struct FP16Optimizer::Impl {
+  Impl(Optimizer& optimizer, const FP16OptimizerOptions& given)
+      : inner(optimizer),
+        options(given),
+        insists(insistence(given)),
+        core(
+            OptimizerCoreOptions{
+                "FP16Optimizer",
+                given.check_overflow(),
+                given.on_min_scale(),
+                given.track_model_writes(),
+                given.materialize_master_grads()},
+            make_scaler(given)) {
+    if (!insists.empty()) {
+      TORCH_CHECK_VALUE(
+          kind_with_rule(inner) != nullptr,
+          "FP16Optimizer: ",
+          insists,
+          ", but got ",
+          no_rule(inner));
+    }
+    core.master_weights().check(params_of(inner));
+    detail::check_state_is_known(inner, "FP16Optimizer");
+    TORCH_CHECK_VALUE(
+        Wrapped::add(&inner),
+        "FP16Optimizer: the optimizer must not be wrapped already, but got ",
+        detail::class_name(typeid(inner)),
+        " that is");
+    try {
+      ingest();
+    } catch (...) {
+      Wrapped::remove(&inner);
+      throw;
+    }
+    tell_groups(0);
+  }
+
+  ~Impl() { Wrapped::remove(&inner); }
+
+  MasterWeights& weights() { return core.master_weights(); }
+
+  void ingest() {
+    const auto& groups = inner.param_groups();
+    addresses.resize(groups.size());
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      addresses[g].clear();
+      for (const auto& parameter : groups[g].params()) {
+        addresses[g].push_back(parameter.unsafeGetTensorImpl());
+      }
+    }
+    if (!weights().is_current(addresses)) {
+      detail::check_state_is_known(inner, "FP16Optimizer");
+      detail::adopt(inner, weights().ingest(params_of(inner)));
+    }
+  }
+
+  void tell(const std::string& line) const {
+    if (options.log()) {
+      options.log()(line);
+    } else {
+      std::cout << line << '\n';
+    }
+  }
+
+  void tell_groups(std::int64_t first) {
+    if (options.verbose()) {
+      for (const auto& line : weights().describe(first)) {
+        tell(line);
+      }
+    }
+  }
+
+  void warn(const std::string& message) const {
+    if (options.log()) {
+      options.log()(message);
+    } else {
+      TORCH_WARN(message);
+    }
+  }
+
+  void tell_messages() {
+    for (const auto& message : core.take_messages()) {
+      warn(message);
+    }
+  }
+
+  void insist_on_rule() const {
+    if (!insists.empty() && kind_with_rule(inner) == nullptr) {
+      refuse(no_rule(inner));
+    }
+  }
+
+  void refuse(const std::string& obstacle) const {
+    TORCH_CHECK(
+        insists.empty(),
+        "FP16Optimizer.step: ",
+        insists,
+        ", but got ",
+        obstacle);
+  }
+
+  // Runs the wrapped optimizer's step, or the core's rule in its place.
+  at::Tensor inner_step(const LossClosure& closure) {
+    const auto* kind =
+        options.fused().value_or(true) ? kind_with_rule(inner) : nullptr;
+    if (kind == nullptr) {
+      return inner.step(closure);
+    }
+    at::Tensor loss;
+    if (closure) {
+      const at::AutoGradMode enable_grad(true);
+      loss = closure();
+      ingest();
+    }
+    const auto found = rule_view.update(core, *kind, inner);
+    obstacle = found.value_or("");
+    if (found) {
+      refuse(*found);
+      inner.step();
+    }
+    return loss;
+  }
+
+  at::Tensor step() {
+    ingest();
+    insist_on_rule();
+    bool applies = false;
+    with_messages([&] { applies = core.begin_step(); });
+    if (!applies) {
+      return {};
+    }
+    auto result = inner_step(nullptr);
+    core.finish_step();
+    tell_messages();
+    return result;
+  }
+
+  at::Tensor step(const LossClosure& closure) {
+    ingest();
+    insist_on_rule();
+    core.begin_closure_step();
+    const auto evaluate = [&] {
+      core.begin_evaluation();
+      while (true) {
+        auto loss = closure();
+        auto outcome = Evaluation::kAccept;
+        with_messages([&] { outcome = core.end_evaluation(); });
+        if (outcome == Evaluation::kAccept) {
+          return loss;
+        }
+        if (outcome == Evaluation::kSkip) {
+          throw SkippedStep();
+        }
+      }
+    };
+    at::Tensor result;
+    try {
+      result = inner_step(evaluate);
+    } catch (const SkippedStep&) {
+      with_messages([&] { core.abandon_step(/*skipped=*/true); });
+      return {};
+    } catch (...) {
+      core.abandon_step(/*skipped=*/false);
+      throw;
+    }
+    core.finish_step();
+    tell_messages();
+    return result;
+  }
+
+  // What there is to tell is told even where the function throws.
+  template <typename Function>
+  void with_messages(const Function& function) {
+    try {
+      function();
+    } catch (...) {
+      tell_messages();
+      throw;
+    }
+    tell_messages();
+  }
+
+  struct Saved;
+  StateDict scaler_state() const;
+  std::shared_ptr<LossScaler> read_scaler(
+      const detail::DictReader& state,
+      double& scale_of_other) const;
+  void check_masters(const Saved& saved, const std::string& owner) const;
+  void make_room(const Saved& saved);
+  void restore(const Saved& saved);
+  void load_inner(torch::serialize::InputArchive& archive);
+
+  Optimizer& inner;
+  FP16OptimizerOptions options;
+  std::string insists;
+  OptimizerCore core;
+  detail::TorchRuleView rule_view;
+  // What kept the rule from the last step that it should have run.
+  std::string obstacle;
+  detail::PythonEntries python_entries;
+  // Kept for its memory.
+  std::vector<std::vector<const c10::TensorImpl*>> addresses;
+};
+
+FP16Optimizer::FP16Optimizer(
+    Optimizer& optimizer,
+    const FP16OptimizerOptions& options)
+    : impl_(std::make_unique<Impl>(optimizer, options)) {}
+
+FP16Optimizer::~FP16Optimizer() = default;
+FP16Optimizer::FP16Optimizer(FP16Optimizer&&) noexcept = default;
+FP16Optimizer& FP16Optimizer::operator=(FP16Optimizer&&) noexcept = default;
+
+// ---- the iteration ----
+
+void FP16Optimizer::backward(
+    const at::Tensor& loss,
+    bool update_master_grads,
+    bool retain_graph,
+    bool create_graph,
+    const std::optional<std::vector<at::Tensor>>& inputs) {
+  std::optional<at::TensorList> wanted;
+  if (inputs) {
+    wanted = *inputs;
+  }
+  scale_loss(loss).backward(
+      /*gradient=*/{},
+      retain_graph || create_graph,
+      create_graph,
+      wanted);
+  if (update_master_grads) {
+    this->update_master_grads();
+  }
+}
+
+at::Tensor FP16Optimizer::scale_loss(const at::Tensor& loss) {
+  TORCH_CHECK_TYPE(
+      loss.defined(),
+      "FP16Optimizer.backward: loss must be a tensor, but got an undefined "
+      "one");
+  return impl_->core.scale_loss(loss);
+}
+
+void FP16Optimizer::update_master_grads() {
+  impl_->ingest();
+  impl_->core.update_master_grads();
+}
+
+at::Tensor FP16Optimizer::clip_master_grads(double max_norm, double norm_type) {
+  return impl_->core.clip_master_grads(max_norm, norm_type);
+}
+
+at::Tensor FP16Optimizer::step(const LossClosure& closure) {
+  return closure ? impl_->step(closure) : impl_->step();
+}
+
+void FP16Optimizer::zero_grad(bool set_to_none) {
+  impl_->ingest();
+  impl_->core.zero_grad(set_to_none);
+}
+
+// ---- what happened ----
+
+bool FP16Optimizer::overflow() const {
+  return impl_->core.overflow();
+}
+
+std::int64_t FP16Optimizer::steps_applied() const {
+  return impl_->core.steps_applied();
+}
+
+std::int64_t FP16Optimizer::steps_skipped() const {
+  return impl_->core.steps_skipped();
+}
+
+GradientReport FP16Optimizer::gradient_report() const {
+  return impl_->weights().report();
+}
+
+std::string FP16Optimizer::step_mode() const {
+  if (!impl_->options.fused().value_or(true)) {
+    return "generic (fused(false))";
+  }
+  const auto* kind = kind_with_rule(impl_->inner);
+  if (kind == nullptr) {
+    return "generic (" + no_rule(impl_->inner) + ")";
+  }
+  return impl_->obstacle.empty() ? "fused " + std::string(kind->name)
+                                 : "generic (" + impl_->obstacle + ")";
+}
+
+// ---- the scale ----
+
+double FP16Optimizer::loss_scale() const {
+  return impl_->core.loss_scaler()->loss_scale();
+}
+
+void FP16Optimizer::set_loss_scale(double scale) {
+  impl_->core.loss_scaler()->set_loss_scale(scale);
+}
+
+const std::shared_ptr<LossScaler>& FP16Optimizer::loss_scaler() const {
+  return impl_->core.loss_scaler();
+}
+
+void FP16Optimizer::set_loss_scaler(std::shared_ptr<LossScaler> loss_scaler) {
+  impl_->core.set_loss_scaler(std::move(loss_scaler));
+}
+
+bool FP16Optimizer::dynamic_loss_scale() const {
+  return impl_->core.loss_scaler()->dynamic();
+}
+
+// ---- parameters ----
+
+Optimizer& FP16Optimizer::optimizer() const {
+  return impl_->inner;
+}
+
+ParamGroups FP16Optimizer::fp16_groups() {
+  impl_->ingest();
+  return impl_->weights().model_params();
+}
+
+ParamGroups FP16Optimizer::fp32_from_fp16_groups() {
+  impl_->ingest();
+  impl_->weights().adopt_model_writes();
+  return impl_->weights().master_params();
+}
+
+ParamGroups FP16Optimizer::fp32_from_fp32_groups() {
+  impl_->ingest();
+  return impl_->weights().native_params();
+}
+
+ParamGroups FP16Optimizer::master_gradients() {
+  return impl_->weights().master_gradients();
+}
+
+void FP16Optimizer::add_param_group(
+    const torch::optim::OptimizerParamGroup& param_group) {
+  impl_->ingest();
+  const auto first =
+      static_cast<std::int64_t>(impl_->inner.param_groups().size());
+  impl_->weights().check({param_group.params()}, first);
+  impl_->inner.add_param_group(param_group);
+  impl_->ingest();
+  impl_->tell_groups(first);
+}
+
+void FP16Optimizer::master_params_to_model_params() {
+  impl_->ingest();
+  impl_->weights().write_model();
+  impl_->tell_messages();
+}
+
+void FP16Optimizer::model_params_to_master_params() {
+  impl_->ingest();
+  impl_->weights().overwrite_masters();
+}
+
+// ---- checkpoints ----
+
+StateDict FP16Optimizer::Impl::scaler_state() const {
+  const auto& scaler = *core.loss_scaler();
+  auto state = make_state_dict();
+  if (typeid(scaler) == typeid(LossScaler)) {
+    state.insert("kind", "static");
+    state.insert("cur_scale", scaler.loss_scale());
+  } else if (typeid(scaler) == typeid(DynamicLossScaler)) {
+    const auto& dynamic = static_cast<const DynamicLossScaler&>(scaler);
+    const auto now = dynamic.state();
+    const auto& rule = dynamic.options();
+    state.insert("kind", "dynamic");
+    state.insert("cur_scale", now.cur_scale);
+    state.insert("cur_iter", now.cur_iter);
+    state.insert("last_overflow_iter", now.last_overflow_iter);
+    state.insert("cur_hysteresis", now.cur_hysteresis);
+    state.insert("scale_factor", rule.scale_factor);
+    state.insert("scale_window", rule.scale_window);
+    state.insert("min_scale", rule.min_scale);
+    state.insert("delayed_shift", rule.delayed_shift);
+    state.insert("consecutive_hysteresis", rule.consecutive_hysteresis);
+    state.insert("backoff_factor", rule.backoff_factor);
+  } else {
+    state.insert("kind", "other");
+    state.insert("cur_scale", scaler.loss_scale());
+  }
+  return state;
+}
+
+// Returns the scaler that `state` describes; null for one of a class of its
+// own, which gets its scale set.
+std::shared_ptr<LossScaler> FP16Optimizer::Impl::read_scaler(
+    const detail::DictReader& state,
+    double& scale_of_other) const {
+  const auto kind = state.string("kind");
+  try {
+    if (kind == "static") {
+      return std::make_shared<LossScaler>(state.number("cur_scale"));
+    }
+    if (kind == "dynamic") {
+      const double scale = state.number("cur_scale");
+      auto scaler =
+          std::make_shared<DynamicLossScaler>(DynamicLossScalerOptions{
+              scale,
+              state.number("scale_factor"),
+              state.number("scale_window"),
+              state.number("min_scale"),
+              state.integer("delayed_shift"),
+              state.boolean("consecutive_hysteresis"),
+              state.has("backoff_factor") ? state.number("backoff_factor")
+                                          : 0.0});
+      scaler->set_state(
+          {scale,
+           state.integer("cur_iter"),
+           state.integer("last_overflow_iter"),
+           state.integer("cur_hysteresis")});
+      return scaler;
+    }
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(
+        false,
+        state.owner(),
+        ": loss_scaler must be valid, but got ",
+        error.what());
+  }
+  const auto& own = *core.loss_scaler();
+  if (kind != "other" || !state.has("cur_scale") ||
+      typeid(own) == typeid(LossScaler) ||
+      typeid(own) == typeid(DynamicLossScaler)) {
+    state.refuse("kind", "must be one that C++ has", "'" + kind + "'");
+  }
+  scale_of_other = state.number("cur_scale");
+  return nullptr;
+}
+
+// What a checkpoint holds beside the inner optimizer's state.
+struct FP16Optimizer::Impl::Saved {
+  ParamGroups masters;
+  std::vector<std::vector<std::int64_t>> positions;
+  std::shared_ptr<LossScaler> scaler;
+  double scale_of_other = 0.0;
+  bool overflow = false;
+  bool update_pending = false;
+  std::int64_t steps_applied = 0;
+  std::int64_t steps_skipped = 0;
+};
+
+// Throws ValueError unless every saved master has a place.
+void FP16Optimizer::Impl::check_masters(
+    const Saved& saved,
+    const std::string& owner) const {
+  const auto& groups = inner.param_groups();
+  TORCH_CHECK_VALUE(
+      saved.masters.size() == groups.size() &&
+          saved.positions.size() == groups.size(),
+      owner,
+      ": there must be ",
+      groups.size(),
+      " groups of masters, but got ",
+      saved.masters.size());
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    const auto& params = groups[g].params();
+    TORCH_CHECK_VALUE(
+        saved.masters[g].size() == saved.positions[g].size(),
+        owner,
+        ": there must be a position for each master of group ",
+        g,
+        ", but got ",
+        saved.positions[g].size(),
+        " for ",
+        saved.masters[g].size());
+    for (std::size_t k = 0; k < saved.masters[g].size(); ++k) {
+      const auto index = saved.positions[g][k];
+      TORCH_CHECK_VALUE(
+          index >= 0 && index < static_cast<std::int64_t>(params.size()),
+          owner,
+          ": positions of masters must be within group ",
+          g,
+          ", but got ",
+          index);
+      const auto& master = saved.masters[g][k];
+      TORCH_CHECK_VALUE(
+          master.is_floating_point() && master.sizes() == params[index].sizes(),
+          owner,
+          ": the master of group ",
+          g,
+          ", index ",
+          index,
+          " must be floating point with shape ",
+          params[index].sizes(),
+          ", but got ",
+          detail::describe_tensor(master));
+    }
+  }
+}
+
+// Makes masters where saved ones belong to parameters that have none yet.
+void FP16Optimizer::Impl::make_room(const Saved& saved) {
+  detail::adopt(inner, weights().adopt_at(saved.positions));
+  weights().adopt_model_writes();
+}
+
+void FP16Optimizer::Impl::restore(const Saved& saved) {
+  if (saved.scaler != nullptr) {
+    core.set_loss_scaler(saved.scaler);
+  } else {
+    core.loss_scaler()->set_loss_scale(saved.scale_of_other);
+  }
+  // Masters that are not in the checkpoint stay as they are.
+  auto masters = weights().master_params();
+  const auto positions = weights().master_positions();
+  for (std::size_t g = 0; g < masters.size(); ++g) {
+    for (std::size_t i = 0; i < masters[g].size(); ++i) {
+      for (std::size_t k = 0; k < saved.positions[g].size(); ++k) {
+        if (saved.positions[g][k] == positions[g][i]) {
+          masters[g][i] = saved.masters[g][k];
+        }
+      }
+    }
+  }
+  weights().load_masters(masters);
+  core.set_overflow(saved.overflow);
+  core.set_update_pending(saved.update_pending);
+  core.set_first_evaluation(true);
+  core.set_step_counts(saved.steps_applied, saved.steps_skipped);
+  tell_messages();
+}
+
+StateDict FP16Optimizer::state_dict() {
+  auto& impl = *impl_;
+  impl.ingest();
+  impl.weights().adopt_model_writes();
+  const auto inner = detail::optimizer_state_dict(
+      impl.inner,
+      impl.python_entries,
+      "FP16Optimizer.state_dict");
+  c10::impl::GenericList masters(c10::AnyType::get());
+  c10::impl::GenericList positions(c10::AnyType::get());
+  const auto all_positions = impl.weights().master_positions();
+  for (const auto& group : impl.weights().master_params()) {
+    c10::impl::GenericList masters_of_group(c10::AnyType::get());
+    c10::impl::GenericList positions_of_group(c10::AnyType::get());
+    for (std::size_t i = 0; i < group.size(); ++i) {
+      masters_of_group.push_back(group[i].detach());
+      positions_of_group.push_back(all_positions[masters.size()][i]);
+    }
+    masters.push_back(masters_of_group);
+    positions.push_back(positions_of_group);
+  }
+  auto state = make_state_dict();
+  state.insert("loss_scaler", impl.scaler_state());
+  state.insert("dynamic_loss_scale", dynamic_loss_scale());
+  state.insert("overflow", overflow());
+  state.insert("first_closure_call_this_step", impl.core.first_evaluation());
+  state.insert("optimizer_state_dict", inner);
+  state.insert("fp32_from_fp16", masters);
+  state.insert("format_version", kFormatVersion);
+  state.insert("fp32_from_fp16_positions", positions);
+  state.insert("update_pending", impl.core.update_pending());
+  state.insert("steps_applied", steps_applied());
+  state.insert("steps_skipped", steps_skipped());
+  state.insert("optimizer_class", detail::class_name(typeid(impl.inner)));
+  return state;
+}
+
+void FP16Optimizer::load_state_dict(const c10::IValue& state_dict) {
+  auto& impl = *impl_;
+  const std::string owner = "FP16Optimizer.load_state_dict";
+  const detail::DictReader state(state_dict, owner, "the state dict");
+  impl.ingest();
+  if (state.has("state") && state.has("param_groups") &&
+      !state.has("format_version")) {
+    const detail::SavedOptimizer saved(state, impl.inner);
+    saved.load(impl.inner);
+    impl.python_entries = saved.python_entries();
+    return;
+  }
+  if (state.integer("format_version") != kFormatVersion) {
+    state.refuse(
+        "format_version",
+        "must be " + std::to_string(kFormatVersion),
+        std::to_string(state.integer("format_version")));
+  }
+  const detail::SavedOptimizer optimizer(
+      state.dict("optimizer_state_dict"),
+      impl.inner);
+  Impl::Saved saved;
+  for (const auto& group : state.list("fp32_from_fp16")) {
+    saved.masters.push_back(tensors_of(state, "fp32_from_fp16", group));
+  }
+  for (const auto& group : state.list("fp32_from_fp16_positions")) {
+    saved.positions.push_back(
+        integers_of(state, "fp32_from_fp16_positions", group));
+  }
+  impl.check_masters(saved, owner);
+  saved.scaler =
+      impl.read_scaler(state.dict("loss_scaler"), saved.scale_of_other);
+  saved.overflow = state.boolean("overflow");
+  saved.update_pending = state.boolean("update_pending");
+  saved.steps_applied = state.integer("steps_applied");
+  saved.steps_skipped = state.integer("steps_skipped");
+  if (std::min(saved.steps_applied, saved.steps_skipped) < 0) {
+    state.refuse("steps_applied", "must be at least 0", "a negative count");
+  }
+  const auto name = state.string("optimizer_class");
+  const auto own_name = detail::class_name(typeid(impl.inner));
+
+  impl.make_room(saved);
+  optimizer.load(impl.inner);
+  impl.python_entries = optimizer.python_entries();
+  impl.restore(saved);
+  if (name != own_name) {
+    impl.warn(owner + ": state of " + name + " is loaded into " + own_name);
+  }
+}
+
+void FP16Optimizer::save(torch::serialize::OutputArchive& archive) const {
+  auto& impl = *impl_;
+  impl.ingest();
+  impl.weights().adopt_model_writes();
+  archive.write("format_version", c10::IValue(kFormatVersion));
+  for (const auto& entry : impl.scaler_state()) {
+    archive.write("loss_scaler/" + entry.key().toStringRef(), entry.value());
+  }
+  archive.write("overflow", c10::IValue(overflow()));
+  archive.write("update_pending", c10::IValue(impl.core.update_pending()));
+  archive.write("steps_applied", c10::IValue(steps_applied()));
+  archive.write("steps_skipped", c10::IValue(steps_skipped()));
+  const auto masters = impl.weights().master_params();
+  const auto positions = impl.weights().master_positions();
+  archive.write(
+      "masters/size",
+      c10::IValue(static_cast<std::int64_t>(masters.size())));
+  for (std::size_t g = 0; g < masters.size(); ++g) {
+    const auto group = "masters/" + std::to_string(g) + "/";
+    archive.write(group + "positions", c10::IValue(positions[g]));
+    for (std::size_t i = 0; i < masters[g].size(); ++i) {
+      archive.write(group + std::to_string(i), masters[g][i].detach());
+    }
+  }
+  torch::serialize::OutputArchive inner(archive.compilation_unit());
+  impl.inner.save(inner);
+  archive.write("optimizer", inner);
+}
+
+void FP16Optimizer::load(torch::serialize::InputArchive& archive) {
+  auto& impl = *impl_;
+  const std::string owner = "FP16Optimizer.load";
+  impl.ingest();
+  const auto read = [&](const std::string& key) {
+    c10::IValue value;
+    TORCH_CHECK(
+        archive.try_read(key, value),
+        owner,
+        ": the archive must be one that FP16Optimizer saved, but got one "
+        "without ",
+        key);
+    return value;
+  };
+  auto state = make_state_dict();
+  for (const auto* key :
+       {"format_version",
+        "overflow",
+        "update_pending",
+        "steps_applied",
+        "steps_skipped"}) {
+    state.insert(key, read(key));
+  }
+  auto scaler = make_state_dict();
+  for (const auto& key : archive.keys()) {
+    const std::string prefix = "loss_scaler/";
+    if (key.starts_with(prefix)) {
+      scaler.insert(key.substr(prefix.size()), read(key));
+    }
+  }
+  Impl::Saved saved;
+  const auto group_count = read("masters/size").toInt();
+  for (std::int64_t g = 0; g < group_count; ++g) {
+    const auto group = "masters/" + std::to_string(g) + "/";
+    auto& positions = saved.positions.emplace_back();
+    positions = read(group + "positions").toIntVector();
+    auto& masters = saved.masters.emplace_back();
+    for (std::size_t i = 0; i < positions.size(); ++i) {
+      archive.read(group + std::to_string(i), masters.emplace_back());
+    }
+  }
+  impl.check_masters(saved, owner);
+  const detail::DictReader reader(state, owner, "the archive");
+  saved.scaler = impl.read_scaler(
+      detail::DictReader(scaler, owner, "loss_scaler"),
+      saved.scale_of_other);
+  saved.overflow = reader.boolean("overflow");
+  saved.update_pending = reader.boolean("update_pending");
+  saved.steps_applied = reader.integer("steps_applied");
+  saved.steps_skipped = reader.integer("steps_skipped");
+  torch::serialize::InputArchive inner;
+  archive.read("optimizer", inner);
+
+  impl.make_room(saved);
+  impl.load_inner(inner);
+  impl.restore(saved);
+}
+
+// The wrapped optimizer's own loader may stop halfway: then the old state is
+// put back.
+void FP16Optimizer::Impl::load_inner(torch::serialize::InputArchive& archive) {
+  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> old_options;
+  for (const auto& group : inner.param_groups()) {
+    old_options.push_back(group.options().clone());
+  }
+  // It leaves state in place for parameters that the archive has none for.
+  auto old_state = std::exchange(inner.state(), {});
+  try {
+    inner.load(archive);
+  } catch (...) {
+    inner.state() = std::move(old_state);
+    for (std::size_t g = 0; g < old_options.size(); ++g) {
+      inner.param_groups()[g].set_options(std::move(old_options[g]));
+    }
+    throw;
+  }
+}
+
+torch::serialize::OutputArchive& operator<<(
+    torch::serialize::OutputArchive& archive,
+    const FP16Optimizer& optimizer) {
+  optimizer.save(archive);
+  return archive;
+}
+
+torch::serialize::InputArchive& operator>>(
+    torch::serialize::InputArchive& archive,
+    FP16Optimizer& optimizer) {
+  optimizer.load(archive);
+  return archive;
+}
+
+} // namespace fp16core

@@ -1,3 +1,4 @@
+#include "number.h"
 #include "weight_pairs.h"
 
 #include <ATen/ATen.h>
@@ -5,6 +6,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <sstream>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -244,6 +246,42 @@ std::vector<std::vector<std::int64_t>> MasterWeights::master_positions() const {
         }
       });
   return positions;
+}
+
+std::vector<std::string> MasterWeights::describe(
+    std::int64_t first_group) const {
+  std::vector<std::string> lines;
+  for (auto g = static_cast<std::size_t>(first_group); g < impl_->groups.size();
+       ++g) {
+    std::int64_t masters = 0;
+    std::int64_t elements = 0;
+    std::int64_t native = 0;
+    std::vector<std::string> parameters;
+    for (const auto& pair : impl_->groups[g]) {
+      const bool half = pair.master.defined();
+      const bool trained = half || pair.model.requires_grad();
+      masters += half ? 1 : 0;
+      elements += half ? pair.model.numel() : 0;
+      native += !half && trained ? 1 : 0;
+      std::ostringstream line;
+      line << "  " << parameters.size() << ": " << pair.model.sizes() << " "
+           << detail::dtype_name(pair.model.scalar_type())
+           << (half          ? ", master float32"
+                   : trained ? ", native"
+                             : ", frozen");
+      parameters.push_back(line.str());
+    }
+    const auto others = static_cast<std::int64_t>(parameters.size()) - masters;
+    lines.push_back(
+        impl_->owner + ": group " + std::to_string(g) + ": " +
+        std::to_string(masters) + " half parameters (" +
+        detail::grouped(elements) + " elements, " +
+        detail::grouped(4 * elements) + " bytes of masters), " +
+        std::to_string(native) + " native, " + std::to_string(others - native) +
+        " frozen");
+    lines.insert(lines.end(), parameters.begin(), parameters.end());
+  }
+  return lines;
 }
 
 std::vector<Adoption> MasterWeights::adopt_at(

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <string>
 
@@ -11,6 +13,16 @@ namespace fp16core::detail {
 inline std::string number(double value) {
   char text[32];
   std::snprintf(text, sizeof text, "%.12g", value);
+  return text;
+}
+
+/// Returns "1,234,567".
+inline std::string grouped(std::int64_t value) {
+  std::string text = std::to_string(value);
+  for (auto place = static_cast<std::ptrdiff_t>(text.size()) - 3; place > 0;
+       place -= 3) {
+    text.insert(static_cast<std::size_t>(place), 1, ',');
+  }
   return text;
 }
 

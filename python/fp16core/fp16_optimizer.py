@@ -754,31 +754,9 @@ class FP16_Optimizer(torch.optim.Optimizer):
             logger.warning(text)
 
     def _print_groups(self, first: int) -> None:
-        if not self.verbose:
-            return
-        masters = [
-            {id(master): model for master, model in zip(*pair, strict=True)}
-            for pair in zip(
-                self._core.master_params(), self._core.model_params(), strict=True
-            )
-        ]
-        for number, group in list(enumerate(self.param_groups))[first:]:
-            models = masters[number]
-            elements = sum(p.numel() for p in models.values())
-            native = sum(p.requires_grad for p in group["params"]) - len(models)
-            frozen = len(group["params"]) - len(models) - native
-            print(
-                f"FP16_Optimizer: group {number}: {len(models)} half parameters "
-                f"({elements:,} elements, {4 * elements:,} bytes of masters), "
-                f"{native} native, {frozen} frozen"
-            )
-            for index, param in enumerate(group["params"]):
-                shape, dtype = list(param.shape), str(param.dtype)[6:]
-                if id(param) in models:
-                    kind = f"{str(models[id(param)].dtype)[6:]}, master {dtype}"
-                else:
-                    kind = f"{dtype}, {'native' if param.requires_grad else 'frozen'}"
-                print(f"  {index}: {shape} {kind}")
+        if self.verbose:
+            for line in self._core.describe(first):
+                print(line)
 
     def __getattr__(self, name: str) -> Any:
         # Private names stay private: some of torch's mark abilities that only the

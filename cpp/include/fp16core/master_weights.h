@@ -106,6 +106,10 @@ class FP16CORE_API MasterWeights {
   /// Returns, by group, the position of each master within its group.
   std::vector<std::vector<std::int64_t>> master_positions() const;
 
+  /// Returns lines that tell people what was ingested: one for each group from
+  /// `first_group` on, and after it one for each of its parameters.
+  std::vector<std::string> describe(std::int64_t first_group = 0) const;
+
   /// Makes masters for the frozen or native-turned-half parameters at
   /// `positions`, so that a checkpoint that has masters there fits. Throws
   /// ValueError if a position holds no half parameter.
