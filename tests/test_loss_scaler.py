@@ -75,7 +75,19 @@ def test_defaults_are_the_originals() -> None:
     assert (scaler.delayed_shift, scaler.consecutive_hysteresis) == (1, False)
     assert (scaler.cur_iter, scaler.last_overflow_iter) == (0, -1)
     assert scaler.cur_hysteresis == 1
+    assert scaler.backoff_factor == 0
     assert LossScaler().loss_scale == 1.0
+
+
+def test_backoff_may_have_a_factor_of_its_own() -> None:
+    scaler = DynamicLossScaler(64.0, scale_window=1, min_scale=2.0, backoff_factor=0.25)
+    scales = []
+    for overflow in (True, False, True, True):
+        scaler.update_scale(overflow)
+        scales.append(scaler.loss_scale)
+    assert scales == [16.0, 32.0, 8.0, 2.0]
+    with pytest.raises(TypeError):
+        DynamicLossScaler(64.0, 2.0, 1, 2.0, 1, False, 0.25)  # type: ignore[call-arg]
 
 
 def test_a_growth_beyond_float64_is_not_stored() -> None:
@@ -107,6 +119,7 @@ BAD_ARGUMENTS = [
     *[("scale_factor", v, "finite and greater than 1") for v in (1, 0.5, INF, NAN)],
     *[("scale_window", v, "finite and at least 1") for v in (0, -1, INF, NAN)],
     *[("delayed_shift", v, "at least 1") for v in (0, -1)],
+    *[("backoff_factor", v, "between 0 and 1") for v in (1, -0.5, INF, NAN)],
 ]
 
 
@@ -175,6 +188,7 @@ ATTRIBUTES = {
     "min_scale": 2.0,
     "delayed_shift": 3,
     "consecutive_hysteresis": True,
+    "backoff_factor": 0.25,
 }
 
 
@@ -257,6 +271,41 @@ def test_reprs_say_what_matters() -> None:
         "DynamicLossScaler(cur_scale=8, scale_factor=2, scale_window=1000, "
         "min_scale=1, delayed_shift=1, consecutive_hysteresis=False)"
     )
+    assert repr(DynamicLossScaler(8, backoff_factor=0.25)) == (
+        "DynamicLossScaler(cur_scale=8, scale_factor=2, scale_window=1000, "
+        "min_scale=1, delayed_shift=1, consecutive_hysteresis=False, "
+        "backoff_factor=0.25)"
+    )
+
+
+def wrap_dynamic(param: torch.Tensor, **args: float) -> FP16_Optimizer:
+    return FP16_Optimizer(
+        torch.optim.SGD([param], lr=0.5),
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": 16.0, **args},
+        verbose=False,
+    )
+
+
+def test_checkpoints_have_the_backoff_factor() -> None:
+    state = wrap_dynamic(half(1.0), backoff_factor=0.25).state_dict()
+    param = half(1.0)
+    optimizer = wrap_dynamic(param)
+    optimizer.load_state_dict(state)
+    assert optimizer.loss_scaler.backoff_factor == 0.25
+    train(optimizer, param.float().sum() * INF)
+    assert optimizer.loss_scale == 4.0
+
+
+def test_checkpoints_without_a_backoff_factor_divide() -> None:
+    state = wrap_dynamic(half(1.0)).state_dict()
+    del state["loss_scaler"]["backoff_factor"]
+    param = half(1.0)
+    optimizer = wrap_dynamic(param, backoff_factor=0.25)
+    optimizer.load_state_dict(state)
+    assert optimizer.loss_scaler.backoff_factor == 0
+    train(optimizer, param.float().sum() * INF)
+    assert optimizer.loss_scale == 8.0
 
 
 # Methods on tensors.

@@ -1,29 +1,21 @@
-// The gradient report: counts, order and text, and the plain check of a list
-// of tensors.
-
-#include "oracle.h"
+// The gradient report: counts, order and text.
 
 #include <fp16core/gradient_report.h>
-#include <fp16core/tensor_lists.h>
 #include <fp16core/master_weights.h>
 
 #include <ATen/ATen.h>
 
 #include <doctest.h>
 
+#include <cmath>
+#include <limits>
+
 using namespace fp16core;
-using fp16core::test::error_of;
 
 namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-
-const std::vector<c10::ScalarType> kAllTypes{
-    at::kHalf,
-    at::kBFloat16,
-    at::kFloat,
-    at::kDouble};
 
 at::Tensor tensor(std::vector<double> values, c10::ScalarType type) {
   return at::tensor(values, at::kDouble).to(type);
@@ -102,45 +94,4 @@ TEST_CASE("a report of nothing is clean") {
   CHECK(report.largest == 0.0);
   CHECK_FALSE(report.overflow);
   CHECK_FALSE(weights.overflow());
-}
-
-TEST_CASE("a list of tensors is checked for inf and NaN") {
-  CHECK_FALSE(has_overflow({}));
-  CHECK_FALSE(has_overflow({at::Tensor()}));
-  for (const auto type : kAllTypes) {
-    CAPTURE(std::string(c10::toString(type)));
-    const auto clean = at::full({1000}, 60000.0, type);
-    CHECK_FALSE(has_overflow({clean, at::Tensor(), at::empty({0}, type)}));
-    for (const double bad : {kInf, -kInf, kNan}) {
-      CAPTURE(bad);
-      for (const std::int64_t place : {0, 15, 16, 998, 999}) {
-        CAPTURE(place);
-        const auto dirty = clean.clone();
-        dirty[place] = bad;
-        CHECK(has_overflow({clean, dirty}));
-        CHECK(has_overflow({dirty, clean}));
-        CHECK(has_overflow({dirty.view({10, 100}).t()}));
-        // A view that leaves the element out is clean.
-        CHECK(has_overflow({dirty.slice(0, 0, 1000, 2)}) == (place % 2 == 0));
-        CHECK(has_overflow({dirty.slice(0, place, place + 1).expand({7})}));
-      }
-    }
-  }
-}
-
-TEST_CASE("the values of a sparse tensor are checked") {
-  const auto indices = at::tensor({1, 1}, at::kLong).view({1, 2});
-  const auto sparse = [&](std::vector<double> values) {
-    return at::sparse_coo_tensor(indices, tensor(values, at::kHalf), {3});
-  };
-  CHECK_FALSE(has_overflow({sparse({60000.0, 60000.0})}));
-  CHECK(has_overflow({sparse({1.0, kInf})}));
-}
-
-TEST_CASE("tensors that are not floating point are refused") {
-  CHECK(
-      error_of<c10::TypeError>([] { has_overflow({at::ones({2}, at::kInt)}); })
-          .find(
-              "has_overflow: tensors must be float16, bfloat16, float32 or "
-              "float64, but got ") == 0);
 }

@@ -28,7 +28,10 @@ class Rule {
       if (tolerated) {
         --tolerance;
       } else {
-        scale = std::max(scale / options_.scale_factor, options_.min_scale);
+        const double lowered = options_.backoff_factor == 0.0
+            ? scale / options_.scale_factor
+            : scale * options_.backoff_factor;
+        scale = std::max(lowered, options_.min_scale);
       }
     } else {
       const double clean = static_cast<double>(iteration - last_overflow) /
@@ -99,6 +102,7 @@ TEST_CASE("a dynamic scale starts with the original's constants") {
   CHECK(scaler.options().scale_window == 1000.0);
   CHECK(scaler.options().min_scale == 1.0);
   CHECK(scaler.options().delayed_shift == 1);
+  CHECK(scaler.options().backoff_factor == 0.0);
   CHECK_FALSE(scaler.options().consecutive_hysteresis);
   CHECK(scaler.state().cur_iter == 0);
   CHECK(scaler.state().last_overflow_iter == -1);
@@ -155,6 +159,32 @@ TEST_CASE("factors and floors need not be powers of two") {
        .min_scale = 3.3},
       0.2,
       1);
+}
+
+TEST_CASE("backoff may have a factor of its own") {
+  for (const double factor : {0.75, 0.31}) {
+    CAPTURE(factor);
+    for (const std::int64_t shift : {1, 3}) {
+      CAPTURE(shift);
+      check_against_rule(
+          {.init_scale = 1000.0,
+           .scale_factor = 2.0,
+           .scale_window = 5.0,
+           .min_scale = 3.3,
+           .delayed_shift = shift,
+           .backoff_factor = factor},
+          0.3,
+          5);
+    }
+  }
+  DynamicLossScaler scaler({.init_scale = 64.0, .backoff_factor = 0.25});
+  scaler.update_scale(true);
+  CHECK(scaler.loss_scale() == 16.0);
+  auto options = scaler.options();
+  options.backoff_factor = 0.0;
+  scaler.set_options(options);
+  scaler.update_scale(true);
+  CHECK(scaler.loss_scale() == 8.0);
 }
 
 TEST_CASE("a window may be a fraction") {
@@ -286,6 +316,19 @@ TEST_CASE("an argument that makes no sense is named, with its value") {
   CHECK(error_of<Error>([] {
           DynamicLossScaler({.delayed_shift = 0});
         }) == "DynamicLossScaler: delayed_shift must be at least 1, but got 0");
+  for (const auto& [value, shown] :
+       {std::pair(1.0, "1"),
+        std::pair(-0.5, "-0.5"),
+        std::pair(std::numeric_limits<double>::infinity(), "inf"),
+        std::pair(std::numeric_limits<double>::quiet_NaN(), "nan")}) {
+    CHECK(
+        error_of<Error>(
+            [&] { DynamicLossScaler({.backoff_factor = value}); }) ==
+        std::string(
+            "DynamicLossScaler: backoff_factor must be between 0 and 1, but "
+            "got ") +
+            shown);
+  }
   DynamicLossScaler scaler;
   auto state = scaler.state();
   state.cur_hysteresis = 0;

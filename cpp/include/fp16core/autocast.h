@@ -21,7 +21,8 @@ namespace fp16core {
 ///     scaler.scale(loss).backward();
 ///
 /// Guards nest, and go in the reverse order of their making. When the outermost
-/// one goes, weights that were cast and kept are dropped.
+/// one goes, weights that were cast and kept are dropped; so they are where a
+/// scope inside of another has its own dtype.
 class FP16CORE_API AutocastGuard {
  public:
   /// Without a `dtype` it is what torch has for the device: float16 on CUDA,

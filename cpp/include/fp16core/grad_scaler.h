@@ -30,8 +30,8 @@ struct FP16CORE_API GradScalerOptions {
   TORCH_ARG(double, backoff_factor) = 0.5;
   /// Clean iterations in a row until the scale grows. At least 1.
   TORCH_ARG(std::int64_t, growth_interval) = 2000;
-  /// The scale never goes below it, where torch's can reach 0 for good. At
-  /// least 2^-126.
+  /// Backoff never goes below it, where torch's can reach 0 for good. At least
+  /// 2^-126.
   TORCH_ARG(double, min_scale) = 0x1p-126;
   /// Off, losses stay as they are, `step` is the optimizer's, and the rest does
   /// nothing.
@@ -57,6 +57,9 @@ struct FP16CORE_API GradScalerOptions {
 ///       scaler.update();
 ///     }
 ///
+/// The scale is a float32 number, as losses are; it moves as torch's does, and
+/// never grows beyond float32.
+///
 /// Several optimizers may share one scaler; an overflow in the gradients of any
 /// lowers the scale. Between two calls of `update` each of them is unscaled at
 /// most once and stepped at most once. Half parameters need master weights: see
@@ -78,28 +81,34 @@ class FP16CORE_API GradScaler {
   std::vector<at::Tensor> scale(const std::vector<at::Tensor>& outputs);
 
   /// Divides the gradients of the optimizer's parameters by the scale, in
-  /// place, and notes whether they hold inf or NaN.
+  /// place, and notes whether they hold inf or NaN. A gradient that several
+  /// parameters share is divided once, a sparse COO one by its values, and one
+  /// whose elements share memory is copied first. Does nothing for an optimizer
+  /// without gradients.
   ///
   /// Throws RuntimeError if it was called since the last `update`, or after
-  /// `step`; ValueError for a float16 gradient, and TypeError for another
-  /// dtype; before anything is changed.
+  /// `step`, and if nothing was scaled since then; ValueError for a float16
+  /// gradient, and TypeError for another dtype or layout; before anything is
+  /// changed.
   void unscale_(torch::optim::Optimizer& optimizer);
 
   /// Runs the optimizer's step unless its gradients hold inf or NaN, after
   /// `unscale_` where that has not been called. Returns whether it ran.
   ///
   /// Throws RuntimeError if it was called since the last `update`, if nothing
-  /// was scaled yet, and if the optimizer has no gradients. Closures are not
+  /// was scaled since then (the gradients are those of another scale), and if
+  /// the optimizer has no gradients; and like `unscale_`. Closures are not
   /// supported: they would see scaled losses.
   bool step(torch::optim::Optimizer& optimizer);
 
   /// Updates the scale after all optimizers have stepped: lowers it if any of
   /// them met an overflow, else raises it when it is time.
   ///
-  /// Throws RuntimeError if no optimizer was unscaled or stepped.
+  /// Throws RuntimeError if no optimizer with gradients was unscaled or stepped
+  /// since the last `update`.
   void update();
-  /// Sets the scale instead. Throws std::invalid_argument unless `new_scale` is
-  /// one.
+  /// Sets the scale instead, and leaves the clean iterations counted. Throws
+  /// std::invalid_argument unless `new_scale` is one.
   void update(double new_scale);
 
   /// Returns whether the last `unscale_` or `step` of the optimizer met inf or
@@ -111,8 +120,11 @@ class FP16CORE_API GradScaler {
   double get_growth_factor() const;
   double get_backoff_factor() const;
   std::int64_t get_growth_interval() const;
+  /// The setters throw std::invalid_argument like the constructor.
   void set_growth_factor(double new_factor);
   void set_backoff_factor(double new_factor);
+  /// Keeps the clean iterations counted: where there are as many already, the
+  /// scale grows after the next one.
   void set_growth_interval(std::int64_t new_interval);
   bool is_enabled() const;
 

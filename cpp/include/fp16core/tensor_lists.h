@@ -3,8 +3,12 @@
 // Each is one call of a list kernel for a device's tensors: no loop over
 // tensors on the way, one pass over memory. float16, bfloat16, float32 and
 // float64, in any strides and mixed. Undefined tensors, such as the gradients
-// of parameters without one, are passed over. On CUDA what returns a bool
-// waits for the device.
+// of parameters without one, are passed over. What returns a bool or a norm
+// waits for a CUDA device.
+//
+// What is changed in place is changed once, however often it is listed. Apart
+// from that, tensors of a call that are written must not share memory with
+// others of it.
 
 #pragma once
 
@@ -23,11 +27,11 @@ FP16CORE_API std::vector<at::Tensor> gradients_of(
 
 /// Returns whether any element of `tensors` is infinite or NaN. Sparse COO
 /// tensors are judged by their values. Copies no dense tensor. Throws TypeError
-/// for another dtype.
+/// for another dtype or layout.
 FP16CORE_API bool has_overflow(const std::vector<at::Tensor>& tensors);
 
 /// Divides `gradients` by `scale` in place, and returns whether any element of
-/// them is infinite or NaN; these are then unscaled all the same.
+/// them is infinite or NaN, before or after; they are unscaled all the same.
 ///
 /// Multiplies by the float32 rounding of the float64 reciprocal, float64
 /// tensors by the reciprocal itself. A half gradient takes two passes, and
@@ -45,22 +49,26 @@ FP16CORE_API bool unscale_(
 ///
 /// The coefficient is that of torch.nn.utils.clip_grad_norm_, in double. Where
 /// the norm is not finite nothing is changed, so that the caller can skip the
-/// step. Throws ValueError for a negative or NaN `max_norm` and a NaN
-/// `norm_type`, and TypeError like `unscale_`.
+/// step. The norm is on the device of the first gradient. Throws ValueError for
+/// a negative or NaN `max_norm` and a NaN `norm_type`, and TypeError like
+/// `unscale_`.
 FP16CORE_API at::Tensor clip_grad_norm_(
     const std::vector<at::Tensor>& gradients,
     double max_norm,
     double norm_type = 2.0);
 
 /// Returns copies of `tensors` as `dtype`, of equal strides where those are
-/// dense. Half to float32 is exact; float32 to half rounds to nearest even.
+/// dense, and without a graph. Half to float32 is exact; float32 to half rounds
+/// to nearest even. Throws TypeError for another dtype and a sparse tensor.
 FP16CORE_API std::vector<at::Tensor> cast(
     const std::vector<at::Tensor>& tensors,
     c10::ScalarType dtype);
 
 /// Writes `sources` to `targets`, each in its target's dtype. Elements pair by
-/// index, whatever the strides. Throws ValueError if the lists or a pair of
-/// shapes differ, and TypeError for another dtype, before anything is changed.
+/// index, whatever the strides, and pairs of undefined tensors are passed over.
+/// Throws ValueError if the lists or a pair of shapes differ, TypeError for
+/// another dtype, a sparse tensor or a target that overlaps itself, and
+/// RuntimeError for a pair that overlaps in part, before anything is changed.
 FP16CORE_API void copy_(
     const std::vector<at::Tensor>& targets,
     const std::vector<at::Tensor>& sources);
