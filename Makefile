@@ -14,6 +14,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
 BIN := $(abspath $(VENV))/bin
 WHEEL_BUILD := $(BUILD)/wheel$(SUFFIX)
 DIST := $(BUILD)/dist$(SUFFIX)
+DEMO_CPP := $(BUILD)/demo-cpp$(SUFFIX)
 ENVIRONMENT := $(VENV)/.environment
 INSTALLED := $(VENV)/.installed
 SOURCES := $(shell find cpp/include cpp/src cpp/bindings cpp/cmake python -type f \
@@ -24,7 +25,7 @@ CPP_FILES = $(shell git ls-files -co --exclude-standard \
 CMAKE_FILES = $(shell git ls-files -co --exclude-standard \
   'CMakeLists.txt' '*/CMakeLists.txt' '*.cmake')
 
-.PHONY: help demo test test-cpp test-python bench wheel lint format format-check \
+.PHONY: help demo demo-cpp test test-cpp test-python bench wheel lint format format-check \
   types dev clean
 
 help: ## Say what can be made
@@ -34,6 +35,12 @@ help: ## Say what can be made
 
 demo: $(INSTALLED) ## Train a small GPT in fp32 and in fp16 (about four minutes)
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/train_char_gpt.py --out $(BUILD)/train_char_gpt.png
+
+demo-cpp: $(INSTALLED) ## Train on handwritten digits from C++, likewise (about two minutes)
+	PATH="$(BIN):$$PATH" cmake -S examples/cpp -B $(DEMO_CPP) -G Ninja \
+	  -DCMAKE_PREFIX_PATH="$$($(BIN)/python -m fp16core --cmake-prefix)" >/dev/null
+	PATH="$(BIN):$$PATH" cmake --build $(DEMO_CPP)
+	OMP_WAIT_POLICY=passive $(DEMO_CPP)/train_digits --checkpoint $(DEMO_CPP)/digits.pt
 
 test: test-python test-cpp ## Run all tests
 

@@ -1,10 +1,15 @@
-"""What every test session shares: the option --slow, seeds, and a header line."""
+"""What every test session shares: the option --slow, seeds, a header line, and an
+environment with the wheel under test."""
 
+import os
+import pathlib
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from commands import run
 from fp16core import _core
 
 
@@ -42,3 +47,55 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def wheel() -> pathlib.Path:
+    """The wheel under test."""
+    if "FP16CORE_WHEEL" not in os.environ:
+        assert "CI" not in os.environ, "FP16CORE_WHEEL must name the wheel in CI"
+        pytest.skip("FP16CORE_WHEEL does not name a wheel; 'make test' sets it")
+    return pathlib.Path(os.environ["FP16CORE_WHEEL"]).resolve()
+
+
+@pytest.fixture(scope="session")
+def environment(
+    wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> pathlib.Path:
+    """The interpreter of a fresh environment with the wheel in it.
+
+    torch and the rest of this environment are linked in rather than installed
+    again, at the place that pip would have put them.
+    """
+    folder = tmp_path_factory.mktemp("environment")
+    result = run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
+    assert result.returncode == 0, result.stdout
+    python = folder / "bin" / "python"
+    site = next(folder.glob("lib/python*/site-packages"))
+    for entry in pathlib.Path(torch.__file__).resolve().parents[1].iterdir():
+        if not entry.name.startswith(("fp16core", "_fp16core", "__pycache__")):
+            (site / entry.name).symlink_to(entry)
+    # The environment has no pip of its own, so this one's installs into it.
+    result = run(
+        sys.executable,
+        "-m",
+        "pip",
+        f"--python={python}",
+        "install",
+        "--no-deps",
+        "--no-index",
+        wheel,
+        cwd=folder,
+    )
+    assert result.returncode == 0, result.stdout
+    return python
+
+
+@pytest.fixture(scope="session")
+def prefix(environment: pathlib.Path) -> pathlib.Path:
+    """What the fresh environment's ``--cmake-prefix`` says."""
+    result = run(
+        environment, "-m", "fp16core", "--cmake-prefix", cwd=environment.parent
+    )
+    assert result.returncode == 0, result.stdout
+    return pathlib.Path(result.stdout.strip())

@@ -13,6 +13,7 @@ import zipfile
 import pytest
 import torch
 
+from commands import configure, program, run
 from fp16core import __main__ as command
 from fp16core import _build_info, _torch_check
 
@@ -35,83 +36,6 @@ for name in ("libgomp", "libomp", "libiomp5", "libcudart", "libfp16core"):
     for file in sorted(f for f in files if f.split("/")[-1].startswith(name)):
         print(name, file)
 """
-
-
-def run(
-    *words: object, cwd: pathlib.Path, path: pathlib.Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Runs a command with PYTHONPATH set to ``path`` only."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    if path is not None:
-        environment["PYTHONPATH"] = str(path)
-    return subprocess.run(
-        [str(word) for word in words],
-        cwd=cwd,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def program(name: str) -> str:
-    """Returns the path of a program, this environment's before the system's."""
-    found = shutil.which(name, path=sysconfig.get_path("scripts"))
-    found = found or shutil.which(name)
-    assert found, f"{name} is needed, but was not found"
-    return found
-
-
-@pytest.fixture(scope="session")
-def wheel() -> pathlib.Path:
-    """The wheel under test."""
-    if "FP16CORE_WHEEL" not in os.environ:
-        assert "CI" not in os.environ, "FP16CORE_WHEEL must name the wheel in CI"
-        pytest.skip("FP16CORE_WHEEL does not name a wheel; 'make test' sets it")
-    return pathlib.Path(os.environ["FP16CORE_WHEEL"]).resolve()
-
-
-@pytest.fixture(scope="session")
-def environment(
-    wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
-) -> pathlib.Path:
-    """The interpreter of a fresh environment with the wheel in it.
-
-    torch and the rest of this environment are linked in rather than installed
-    again, at the place that pip would have put them.
-    """
-    folder = tmp_path_factory.mktemp("environment")
-    result = run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
-    assert result.returncode == 0, result.stdout
-    python = folder / "bin" / "python"
-    site = next(folder.glob("lib/python*/site-packages"))
-    for entry in TORCH_ROOT.parent.iterdir():
-        if not entry.name.startswith(("fp16core", "_fp16core", "__pycache__")):
-            (site / entry.name).symlink_to(entry)
-    # The environment has no pip of its own, so this one's installs into it.
-    result = run(
-        sys.executable,
-        "-m",
-        "pip",
-        f"--python={python}",
-        "install",
-        "--no-deps",
-        "--no-index",
-        wheel,
-        cwd=folder,
-    )
-    assert result.returncode == 0, result.stdout
-    return python
-
-
-@pytest.fixture(scope="session")
-def prefix(environment: pathlib.Path) -> pathlib.Path:
-    """What the fresh environment's ``--cmake-prefix`` says."""
-    result = run(
-        environment, "-m", "fp16core", "--cmake-prefix", cwd=environment.parent
-    )
-    assert result.returncode == 0, result.stdout
-    return pathlib.Path(result.stdout.strip())
 
 
 def wheel_text(wheel: pathlib.Path, pattern: str) -> str:
@@ -355,25 +279,6 @@ def test_the_command_wants_exactly_one_question(
 # Who can link it.
 
 
-def configure(
-    build: pathlib.Path, prefix: pathlib.Path, *definitions: str
-) -> subprocess.CompletedProcess[str]:
-    """Configures the consumer project against the package in ``prefix``."""
-    return run(
-        program("cmake"),
-        "-G",
-        "Ninja",
-        f"-DCMAKE_MAKE_PROGRAM={program('ninja')}",
-        "-S",
-        CONSUMER,
-        "-B",
-        build,
-        f"-DCMAKE_PREFIX_PATH={prefix}",
-        *definitions,
-        cwd=build.parent,
-    )
-
-
 def words(text: str) -> str:
     """Undoes CMake's wrapping of messages."""
     return " ".join(text.split())
@@ -388,7 +293,7 @@ def test_cpp_application_builds_and_runs(
         pytest.skip("torch's own CMake package asks for a CUDA toolkit")
     if find_torch == "BEFORE":
         definitions.append(f"-DTorch_DIR={TORCH_ROOT}/share/cmake/Torch")
-    result = configure(tmp_path / "build", prefix, *definitions)
+    result = configure(CONSUMER, tmp_path / "build", prefix, *definitions)
     assert result.returncode == 0, result.stdout
     result = run(program("cmake"), "--build", tmp_path / "build", cwd=tmp_path)
     assert result.returncode == 0, result.stdout
@@ -413,7 +318,7 @@ def test_cmake_refuses_another_torch_minor(
     prefix: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     torch_dir = libtorch(tmp_path / "torch", "2.99.0", b"")
-    result = configure(tmp_path / "build", prefix, f"-DTorch_DIR={torch_dir}")
+    result = configure(CONSUMER, tmp_path / "build", prefix, f"-DTorch_DIR={torch_dir}")
     assert result.returncode != 0
     built = torch.__version__.split("+")[0]
     assert (
@@ -427,7 +332,7 @@ def test_cmake_refuses_another_abi(
 ) -> None:
     version = torch.__version__.split("+")[0]
     torch_dir = libtorch(tmp_path / "torch", version, b"_ZN3c105ErrorC1ESs")
-    result = configure(tmp_path / "build", prefix, f"-DTorch_DIR={torch_dir}")
+    result = configure(CONSUMER, tmp_path / "build", prefix, f"-DTorch_DIR={torch_dir}")
     assert result.returncode != 0
     assert (
         f"was built with _GLIBCXX_USE_CXX11_ABI=1 against torch {version}, but torch "
@@ -448,7 +353,7 @@ def test_cmake_refuses_a_torch_without_cuda_for_a_build_with_it(
     version = torch.__version__.split("+")[0]
     c10 = b"_ZN3c105ErrorC1ENS_14SourceLocationENSt7__cxx11E"
     torch_dir = libtorch(tmp_path / "torch", version, c10)
-    result = configure(tmp_path / "build", copy, f"-DTorch_DIR={torch_dir}")
+    result = configure(CONSUMER, tmp_path / "build", copy, f"-DTorch_DIR={torch_dir}")
     assert result.returncode != 0
     assert (
         f"was built with CUDA against torch {version}, but torch {version} in "
@@ -461,7 +366,7 @@ def test_cmake_says_that_it_found_no_torch(
 ) -> None:
     copy = tmp_path / "alone" / "fp16core"
     shutil.copytree(prefix, copy)
-    result = configure(tmp_path / "build", copy)
+    result = configure(CONSUMER, tmp_path / "build", copy)
     assert result.returncode != 0
     assert (
         f"needs LibTorch {TORCH_MINOR}, but found none. Set Torch_DIR to its folder "
