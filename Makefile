@@ -45,7 +45,8 @@ demo-cpp: $(INSTALLED) ## Train on handwritten digits from C++, likewise (about 
 test: test-python test-cpp ## Run all tests
 
 test-python: $(INSTALLED)
-	FP16CORE_WHEEL="$$(echo $(DIST)/*.whl)" $(BIN)/python -m pytest $(PYTEST_ARGS)
+	FP16CORE_WHEEL="$$(echo $(DIST)/*.whl)" FP16CORE_BUILD="$(WHEEL_BUILD)" \
+	  $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-cpp: $(INSTALLED)
 	folder=$$(sh cpp/tests/get_doctest.sh $(BUILD)/doctest) && \

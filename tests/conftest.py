@@ -3,13 +3,14 @@ environment with the wheel under test."""
 
 import os
 import pathlib
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from commands import run
+from commands import configure, program, run
 from fp16core import _core
 
 
@@ -99,3 +100,26 @@ def prefix(environment: pathlib.Path) -> pathlib.Path:
     )
     assert result.returncode == 0, result.stdout
     return pathlib.Path(result.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def cross_language(
+    prefix: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[pathlib.Path, pathlib.Path], subprocess.CompletedProcess[str]]:
+    """The C++ program that trains as the jobs in a file say, built against the wheel
+    as an outside project, with warnings as errors."""
+    source = pathlib.Path(__file__).parents[1] / "cpp" / "tests" / "cross_language"
+    build = tmp_path_factory.mktemp("cross_language") / "build"
+    result = configure(source, build, prefix)
+    assert result.returncode == 0, result.stdout
+    result = run(program("cmake"), "--build", build, cwd=build)
+    assert result.returncode == 0, result.stdout
+
+    def run_jobs(
+        jobs: pathlib.Path, results: pathlib.Path
+    ) -> subprocess.CompletedProcess[str]:
+        # One thread, as what it is compared with.
+        one = ("env", "OMP_NUM_THREADS=1")
+        return run(*one, build / "cross_language", jobs, results, cwd=build)
+
+    return run_jobs

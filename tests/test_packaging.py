@@ -130,6 +130,27 @@ def test_libraries_hold_no_path_of_the_build_machine(prefix: pathlib.Path) -> No
 
 
 @pytest.mark.parametrize("first", ["torch", "fp16core", "fp16core._core"])
+def test_the_core_library_knows_no_python(prefix: pathlib.Path) -> None:
+    library = prefix / "lib" / "libfp16core.so"
+    result = run(program("readelf"), "-d", library, cwd=prefix)
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", result.stdout)
+    assert "libtorch_cpu.so" in needed
+    assert not [name for name in needed if "python" in name]
+
+
+def test_the_core_library_exports_its_interface_alone(prefix: pathlib.Path) -> None:
+    library = prefix / "lib" / "libfp16core.so"
+    result = run(program("nm"), "-DC", "--defined-only", library, cwd=prefix)
+    symbols = [line.split(" ", 2)[1:] for line in result.stdout.splitlines()]
+    # Weak ones are inline functions of torch and of the standard library.
+    own = [name for kind, name in symbols if kind not in "WVu"]
+    assert "fp16core::FP16Optimizer::update_master_grads()" in own
+    for name in own:
+        assert name.startswith(("fp16core::", "typeinfo", "vtable", "guard")), name
+        for hidden in ("detail::", "::Impl::", "(anonymous namespace)"):
+            assert hidden not in name.split("(")[0], name
+
+
 def test_imports_in_every_order_with_one_runtime(
     environment: pathlib.Path, first: str
 ) -> None:
@@ -284,22 +305,111 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("find_torch", ["NEVER", "BEFORE", "AFTER"])
+def build_and_run(build: pathlib.Path) -> None:
+    """Builds the consumer that was configured in ``build``, and runs it."""
+    result = run(program("cmake"), "--build", build, cwd=build)
+    assert result.returncode == 0, result.stdout
+    result = run(build / "consumer", cwd=build)
+    assert result.returncode == 0, result.stdout
+    assert re.search(r"\d+ steps applied, \d+ skipped", result.stdout)
+
+
+@pytest.mark.parametrize("find_torch", ["NEVER", "BEFORE"])
 def test_cpp_application_builds_and_runs(
     prefix: pathlib.Path, tmp_path: pathlib.Path, find_torch: str
 ) -> None:
     definitions = [f"-DFIND_TORCH={find_torch}"]
-    if find_torch != "NEVER" and torch.version.cuda is not None:
-        pytest.skip("torch's own CMake package asks for a CUDA toolkit")
     if find_torch == "BEFORE":
+        if torch.version.cuda is not None:
+            pytest.skip("torch's own CMake package asks for a CUDA toolkit")
         definitions.append(f"-DTorch_DIR={TORCH_ROOT}/share/cmake/Torch")
     result = configure(CONSUMER, tmp_path / "build", prefix, *definitions)
     assert result.returncode == 0, result.stdout
-    result = run(program("cmake"), "--build", tmp_path / "build", cwd=tmp_path)
+    build_and_run(tmp_path / "build")
+
+
+def test_torch_found_after_fp16core_is_the_same(
+    prefix: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("torch's own CMake package asks for a CUDA toolkit")
+    result = configure(CONSUMER, tmp_path / "build", prefix, "-DFIND_TORCH=AFTER")
     assert result.returncode == 0, result.stdout
-    result = run(tmp_path / "build" / "consumer", cwd=tmp_path)
+    cache = (tmp_path / "build" / "CMakeCache.txt").read_text()
+    (found,) = re.findall(r"^Torch_DIR:\w+=(.*)$", cache, re.MULTILINE)
+    assert pathlib.Path(found).samefile(TORCH_ROOT / "share" / "cmake" / "Torch")
+
+
+@pytest.fixture(scope="session")
+def plain_libtorch(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A LibTorch without Python: what an archive of it holds."""
+    folder = tmp_path_factory.mktemp("libtorch")
+    for name in ("include", "share"):
+        (folder / name).symlink_to(TORCH_ROOT / name)
+    (folder / "lib").mkdir()
+    for library in (TORCH_ROOT / "lib").iterdir():
+        if "python" not in library.name:
+            (folder / "lib" / library.name).symlink_to(library)
+    return folder
+
+
+def test_cmake_install_serves_applications_without_python(
+    plain_libtorch: pathlib.Path, wheel: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    assert "FP16CORE_BUILD" in os.environ, "FP16CORE_BUILD must name the build folder"
+    prefix = tmp_path / "prefix"
+    result = run(
+        program("cmake"),
+        "--install",
+        os.environ["FP16CORE_BUILD"],
+        "--prefix",
+        prefix,
+        cwd=ROOT,
+    )
     assert result.returncode == 0, result.stdout
-    assert re.search(r"\d+ steps applied, \d+ skipped", result.stdout)
+    for extension in [*prefix.glob("_*"), *prefix.glob("*.py*")]:
+        extension.unlink()
+    torch_dir = plain_libtorch / "share" / "cmake" / "Torch"
+    build = tmp_path / "build"
+    # The folder as it is named, not where its links lead to.
+    result = configure(CONSUMER, build, prefix, f"-DTorch_DIR={torch_dir}")
+    assert result.returncode == 0, result.stdout
+    build_and_run(build)
+    libraries = run("ldd", build / "consumer", cwd=build).stdout
+    assert f"{prefix}/lib/libfp16core.so" in libraries
+    assert f"{plain_libtorch}/lib/libtorch_cpu.so" in libraries
+    assert "python" not in libraries.replace(str(tmp_path), "").replace(
+        str(plain_libtorch), ""
+    )
+
+
+def test_sources_may_be_part_of_an_application(tmp_path: pathlib.Path) -> None:
+    # Up to the compilation of the application, which needs all that the target
+    # carries; the library itself is built often enough.
+    build = tmp_path / "build"
+    result = configure(
+        CONSUMER,
+        build,
+        tmp_path,
+        f"-DFP16CORE_SOURCE={ROOT}",
+        f"-DTorch_DIR={TORCH_ROOT}/share/cmake/Torch",
+    )
+    assert result.returncode == 0, result.stdout
+    assert (
+        "_core" not in run(program("ninja"), "-t", "targets", "all", cwd=build).stdout
+    )
+    result = run(
+        program("cmake"),
+        "--build",
+        build,
+        "--target",
+        "CMakeFiles/consumer.dir/main.cpp.o",
+        cwd=build,
+    )
+    assert result.returncode == 0, result.stdout
+    commands = run(program("ninja"), "-t", "commands", cwd=build).stdout
+    kernels = re.findall(r".*simd/updates\.cpp$", commands, re.MULTILINE)
+    assert kernels and all(" -O3 " in line for line in kernels)
 
 
 def libtorch(folder: pathlib.Path, version: str, c10: bytes) -> pathlib.Path:

@@ -3,7 +3,6 @@
 #include "bindings.h"
 
 #include <c10/util/Exception.h>
-#include <torch/csrc/Exceptions.h>
 
 #include <exception>
 
@@ -15,7 +14,7 @@ NB_MODULE(_core, m) {
     try {
       std::rethrow_exception(error);
     } catch (const c10::Error&) {
-      torch::translate_exception_to_python(error);
+      set_python_error(error);
     }
   });
   nb::exception<fp16core::LossScaleError>(

@@ -41,10 +41,11 @@ bool read_addresses(
     groups[g].resize(count);
     for (Py_ssize_t i = 0; i < count; ++i) {
       PyObject* parameter = PyList_GET_ITEM(list, i);
-      if (!THPVariable_Check(parameter)) {
+      const auto* tensor = tensor_in(parameter);
+      if (tensor == nullptr) {
         return false;
       }
-      groups[g][i] = THPVariable_Unpack(parameter).unsafeGetTensorImpl();
+      groups[g][i] = tensor->unsafeGetTensorImpl();
     }
   }
   return true;

@@ -2,10 +2,11 @@
 
 #pragma once
 
+#include "python_tensor.h"
+
 #include <nanobind/nanobind.h>
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 namespace nanobind::detail {
 
@@ -17,32 +18,19 @@ struct type_caster<at::Tensor> {
   NB_TYPE_CASTER(at::Tensor, const_name("torch.Tensor"))
 
   bool from_python(handle source, uint8_t, cleanup_list*) noexcept {
-    try {
-      if (!THPVariable_Check(source.ptr())) {
-        return false;
-      }
-      value = THPVariable_Unpack(source.ptr());
-      return true;
-    } catch (...) {
-      // A class whose __instancecheck__ raises is no tensor.
-      PyErr_Clear();
-      return false;
+    const auto* tensor = fp16core::bindings::tensor_in(source.ptr());
+    if (tensor != nullptr) {
+      value = *tensor;
     }
+    return tensor != nullptr;
   }
 
   static handle from_cpp(
       const at::Tensor& tensor,
       rv_policy,
       cleanup_list*) noexcept {
-    if (!tensor.defined()) {
-      return none().release();
-    }
-    try {
-      return THPVariable_Wrap(tensor);
-    } catch (...) {
-      PyErr_SetString(PyExc_RuntimeError, "fp16core: cannot wrap a tensor");
-      return {};
-    }
+    return tensor.defined() ? handle(fp16core::bindings::object_of(tensor))
+                            : none().release();
   }
 };
 

@@ -75,12 +75,11 @@ std::optional<double> read_number(PyObject* value) {
   if (PyFloat_CheckExact(value)) {
     return PyFloat_AS_DOUBLE(value);
   }
-  if (THPVariable_Check(value)) {
-    const auto& tensor = THPVariable_Unpack(value);
-    if (tensor.numel() != 1 || tensor.is_complex()) {
+  if (const auto* tensor = tensor_in(value)) {
+    if (tensor->numel() != 1 || tensor->is_complex()) {
       return std::nullopt;
     }
-    return tensor.item().toDouble();
+    return tensor->item().toDouble();
   }
   const double number = PyFloat_AsDouble(value);
   if (number == -1.0 && PyErr_Occurred() != nullptr) {
@@ -93,8 +92,8 @@ std::optional<double> read_number(PyObject* value) {
 std::optional<double> read_option(nb::handle group, const Key& key) {
   PyObject* value = PyDict_GetItem(group.ptr(), key.name);
   if (value != nullptr && key.is_float32) {
-    return THPVariable_Check(value) &&
-        THPVariable_Unpack(value).scalar_type() == at::kFloat;
+    const auto* tensor = tensor_in(value);
+    return tensor != nullptr && tensor->scalar_type() == at::kFloat;
   }
   if (value == nullptr || key.item < 0) {
     return value == nullptr ? std::nullopt : read_number(value);
@@ -124,13 +123,10 @@ const at::Tensor* rate_on_device(
   PyObject* value = key.name == lr && !key.is_float32 && device
       ? PyDict_GetItem(group.ptr(), lr)
       : nullptr;
-  if (value == nullptr || !THPVariable_Check(value)) {
-    return nullptr;
-  }
-  const auto& tensor = THPVariable_Unpack(value);
-  return tensor.device() == *device && tensor.numel() == 1 &&
-          at::isFloatingType(tensor.scalar_type())
-      ? &tensor
+  const auto* tensor = value == nullptr ? nullptr : tensor_in(value);
+  return tensor != nullptr && tensor->device() == *device &&
+          tensor->numel() == 1 && at::isFloatingType(tensor->scalar_type())
+      ? tensor
       : nullptr;
 }
 
@@ -193,9 +189,7 @@ std::optional<std::string> read_options(
 // Returns the tensor under a name, or null.
 const at::Tensor* read_tensor(PyObject* entry, PyObject* name) {
   PyObject* value = PyDict_GetItem(entry, name);
-  return value != nullptr && THPVariable_Check(value)
-      ? &THPVariable_Unpack(value)
-      : nullptr;
+  return value == nullptr ? nullptr : tensor_in(value);
 }
 
 RuleState read_state(
@@ -222,8 +216,8 @@ RuleState read_state(
 
 void put(PyObject* entry, PyObject* name, const at::Tensor& tensor) {
   if (tensor.defined()) {
-    const nb::object value = nb::steal(THPVariable_Wrap(tensor));
-    if (PyDict_SetItem(entry, name, value.ptr()) != 0) {
+    const nb::object value = nb::steal(object_of(tensor));
+    if (!value.is_valid() || PyDict_SetItem(entry, name, value.ptr()) != 0) {
       nb::raise_python_error();
     }
   }

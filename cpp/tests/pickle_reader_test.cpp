@@ -59,15 +59,15 @@ std::string long1(std::int64_t value) {
 }
 
 std::string storage(const std::string& count = "K\x06") {
-  return "(" + string("storage") + "ctorch\nFloatStorage\n" + string("0") +
-      string("cpu") + count + "tQ";
+  return std::string("(") + string("storage") + "ctorch\nFloatStorage\n" +
+      string("0") + string("cpu") + count + "tQ";
 }
 
 // A tensor by _rebuild_tensor_v2, with whatever offset, size and strides.
 std::string tensor(
     const std::string& layout,
     const std::string& of = storage()) {
-  return "ctorch._utils\n_rebuild_tensor_v2\n(" + of + layout +
+  return std::string("ctorch._utils\n_rebuild_tensor_v2\n(") + of + layout +
       "\x89"
       "ccollections\nOrderedDict\n)RtR";
 }

@@ -125,13 +125,14 @@ class DynamicLossScaler(_TensorMethods, _core.DynamicLossScaler):
         return _restore, (type(self), scaler_state(self)), self.__dict__
 
     def __repr__(self) -> str:
+        backoff = f", backoff_factor={self.backoff_factor:g}"
         return (
             f"{type(self).__name__}(cur_scale={self.cur_scale:g}, "
             f"scale_factor={self.scale_factor:g}, "
             f"scale_window={self.scale_window:g}, min_scale={self.min_scale:g}, "
             f"delayed_shift={self.delayed_shift}, "
             f"consecutive_hysteresis={self.consecutive_hysteresis}"
-            + (f", backoff_factor={self.backoff_factor:g})" if self.backoff_factor else ")")
+            f"{backoff if self.backoff_factor else ''})"
         )
 
 
