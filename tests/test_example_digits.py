@@ -30,7 +30,14 @@ PARAMETERS = sum(
 def example(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program, built against the wheel with warnings as errors."""
     build = tmp_path_factory.mktemp("digits") / "build"
-    result = configure(SOURCE, build, prefix, "-DCMAKE_CXX_FLAGS=-Wall -Wextra -Werror")
+    result = configure(
+        SOURCE,
+        build,
+        prefix,
+        # What runs long is torch's.
+        "-DCMAKE_CXX_FLAGS_RELEASE=-O0",
+        "-DCMAKE_CXX_FLAGS=-Wall -Wextra -Werror",
+    )
     assert result.returncode == 0, result.stdout
     result = run(program("cmake"), "--build", build, cwd=build)
     assert result.returncode == 0, result.stdout

@@ -75,7 +75,12 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
   if (name == "RMSprop") {
     return std::make_unique<RMSprop>(
         parameters,
-        RMSpropOptions(0.005).momentum(0.5).centered(true));
+        RMSpropOptions(0.005).momentum(0.5));
+  }
+  if (name == "centered RMSprop") {
+    return std::make_unique<RMSprop>(
+        parameters,
+        RMSpropOptions(0.005).centered(true));
   }
   if (name == "LBFGS") {
     return std::make_unique<LBFGS>(
@@ -93,9 +98,8 @@ c10::IValue get(const StateDict& dict, const char* key) {
 StateDict run(const StateDict& job, const StateDict& data) {
   Net net;
   fp16core::load_state_dict(*net, data.at("model"));
-  for (auto& layer : {net->hidden, net->out}) {
-    layer->to(torch::kHalf);
-  }
+  net->hidden->to(torch::kHalf);
+  net->out->to(torch::kHalf);
   auto inner =
       make_optimizer(job.at("optimizer").toStringRef(), net->parameters());
   auto options = fp16core::FP16OptimizerOptions()
@@ -121,19 +125,22 @@ StateDict run(const StateDict& job, const StateDict& data) {
   const auto targets = data.at("targets").toTensor();
   for (auto step = job.at("first").toInt(); step < job.at("last").toInt();
        ++step) {
+    c10::impl::GenericList evaluated(c10::AnyType::get());
     const auto evaluate = [&] {
       optimizer.zero_grad();
       const auto loss = net->loss(inputs[step], targets[step]);
       optimizer.backward(loss);
       optimizer.clip_master_grads(0.5);
+      evaluated.push_back(loss.detach());
       return loss;
     };
     if (job.at("optimizer").toStringRef() == "LBFGS") {
-      losses.push_back(optimizer.step(evaluate));
+      optimizer.step(evaluate);
     } else {
-      losses.push_back(evaluate().detach());
+      evaluate();
       optimizer.step();
     }
+    losses.push_back(evaluated);
     scales.push_back(optimizer.loss_scale());
   }
   if (const auto to = get(job, "save"); to.isString()) {
