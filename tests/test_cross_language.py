@@ -137,6 +137,33 @@ def assert_same(cpp: Any, python: Any, place: str = "") -> None:
         assert cpp == python, place
 
 
+# What a GradScaler lives through in Python, and then in C++; an x overflows.
+BEFORE = "....x.."
+AFTER = "....xx......x.."
+
+
+def torch_scaler(
+    iterations: str, state: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], list[float], Tensor]:
+    """Returns state, scales and weight of torch's own scaler after ``iterations``."""
+    weight = torch.zeros(2, requires_grad=True)
+    sgd = torch.optim.SGD([weight], 0.5)
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=1024.0, growth_factor=4.0, growth_interval=3
+    )
+    if state is not None:
+        scaler.load_state_dict(state)
+    scales = []
+    for iteration in iterations:
+        sgd.zero_grad()
+        loss = weight.sum() * (torch.inf if iteration == "x" else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(sgd)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scaler.state_dict(), scales, weight.detach()
+
+
 @pytest.fixture(scope="module")
 def data() -> dict[str, Any]:
     """Weights and batches. A target of one batch in 25 is too large for half."""
@@ -204,7 +231,8 @@ def cpp_runs(
         "load": str(folder / "lbfgs.pt"),
         "save": str(folder / "cpp_lbfgs.pt"),
     }
-    torch.save({**data, "jobs": jobs}, folder / "jobs.pt")
+    scaler = {"state": torch_scaler(BEFORE)[0], "iterations": AFTER}
+    torch.save({**data, "jobs": jobs, "grad_scaler": scaler}, folder / "jobs.pt")
     result = cross_language(folder / "jobs.pt", folder / "results.pt")
     assert result.returncode == 0, result.stdout
     results: dict[str, Any] = torch.load(folder / "results.pt")
@@ -278,3 +306,13 @@ def test_the_state_of_lbfgs_passes_through_cpp(
     optimizer.load_state_dict(torch.load(folder / "lbfgs.pt")["optimizer"])
     net.load_state_dict(python["model"])
     assert_same(resumed, train(net, optimizer, data, SPLIT, SPLIT + 5))
+
+
+def test_a_grad_scaler_goes_on_in_the_other_language(cpp_runs: dict[str, Any]) -> None:
+    before, _, _ = torch_scaler(BEFORE)
+    state, scales, weight = torch_scaler(AFTER, before)
+    cpp = cpp_runs["grad_scaler"]
+    assert cpp["scales"] == scales
+    assert cpp["state"] == state
+    assert torch.equal(cpp["weight"], weight)
+    assert torch_scaler(AFTER, cpp["state"])[1] == torch_scaler(AFTER, state)[1]

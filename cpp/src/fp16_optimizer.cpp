@@ -171,11 +171,11 @@ struct FP16Optimizer::Impl {
         " that is");
     try {
       ingest();
+      tell_groups(0);
     } catch (...) {
       Wrapped::remove(&inner);
       throw;
     }
-    tell_groups(0);
   }
 
   ~Impl() { Wrapped::remove(&inner); }
@@ -428,7 +428,7 @@ std::string FP16Optimizer::step_mode() const {
   if (kind == nullptr) {
     return "generic (" + no_rule(impl_->inner) + ")";
   }
-  return impl_->obstacle.empty() ? "fused " + std::string(kind->name)
+  return impl_->obstacle.empty() ? "fused " + std::string(kind->rule->name)
                                  : "generic (" + impl_->obstacle + ")";
 }
 

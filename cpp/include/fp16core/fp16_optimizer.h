@@ -188,8 +188,8 @@ class FP16CORE_API FP16Optimizer {
   std::int64_t steps_skipped() const;
   /// What the last update found, for each gradient and in total.
   GradientReport gradient_report() const;
-  /// How a step is made: "fused AdamW" by the core's rule, or "generic (...)"
-  /// by the wrapped optimizer, and why.
+  /// How a step is made: "fused Adam" by the core's rule of that name, or
+  /// "generic (...)" by the wrapped optimizer, and why.
   std::string step_mode() const;
 
   // The scale.

@@ -17,6 +17,7 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <cmath>
 #include <cstdint>
 #include <exception>
 #include <iostream>
@@ -158,6 +159,29 @@ StateDict run(const StateDict& job, const StateDict& data) {
   return result;
 }
 
+// Goes on with a scaler of Python's. A letter is an iteration, an x one that
+// overflows.
+StateDict run_scaler(const StateDict& job) {
+  const auto weight = torch::zeros({2}).set_requires_grad(true);
+  torch::optim::SGD sgd({weight}, 0.5);
+  fp16core::GradScaler scaler;
+  scaler.load_state_dict(job.at("state"));
+  c10::impl::GenericList scales(c10::AnyType::get());
+  for (const char iteration : job.at("iterations").toStringRef()) {
+    sgd.zero_grad();
+    const auto loss = weight.sum().mul(iteration == 'x' ? INFINITY : 1.0);
+    scaler.scale(loss).backward();
+    scaler.step(sgd);
+    scaler.update();
+    scales.push_back(scaler.get_scale());
+  }
+  auto result = fp16core::make_state_dict();
+  result.insert("scales", scales);
+  result.insert("state", scaler.state_dict());
+  result.insert("weight", weight);
+  return result;
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
@@ -172,6 +196,9 @@ int main(int argc, char** argv) {
           entry.key().toStringRef(),
           run(entry.value().toGenericDict(), data));
     }
+    results.emplace_back(
+        "grad_scaler",
+        run_scaler(data.at("grad_scaler").toGenericDict()));
     fp16core::save_checkpoint(argv[2], results);
     return 0;
   } catch (const std::exception& error) {
