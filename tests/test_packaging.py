@@ -316,16 +316,18 @@ def build_and_run(build: pathlib.Path) -> None:
     assert re.search(r"\d+ steps applied, \d+ skipped", result.stdout)
 
 
-@pytest.mark.parametrize("find_torch", ["NEVER", "BEFORE"])
-def test_cpp_application_builds_and_runs(
-    prefix: pathlib.Path, tmp_path: pathlib.Path, find_torch: str
+def test_an_application_that_has_found_torch_builds_and_runs(
+    prefix: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    definitions = [f"-DFIND_TORCH={find_torch}"]
-    if find_torch == "BEFORE":
-        if torch.version.cuda is not None:
-            pytest.skip("torch's own CMake package asks for a CUDA toolkit")
-        definitions.append(f"-DTorch_DIR={TORCH_ROOT}/share/cmake/Torch")
-    result = configure(CONSUMER, tmp_path / "build", prefix, *definitions)
+    if torch.version.cuda is not None:
+        pytest.skip("torch's own CMake package asks for a CUDA toolkit")
+    result = configure(
+        CONSUMER,
+        tmp_path / "build",
+        prefix,
+        "-DFIND_TORCH=BEFORE",
+        f"-DTorch_DIR={TORCH_ROOT}/share/cmake/Torch",
+    )
     assert result.returncode == 0, result.stdout
     build_and_run(tmp_path / "build")
 
