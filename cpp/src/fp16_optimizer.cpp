@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <iostream>
 #include <mutex>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
@@ -46,6 +47,39 @@ class Wrapped {
   }
   static std::unordered_set<const Optimizer*>& all() {
     static std::unordered_set<const Optimizer*> all;
+    return all;
+  }
+};
+
+// Masters whose wrapper is gone. They look like any parameter and are tied to
+// no model.
+class Orphans {
+ public:
+  static void add(const ParamGroups& masters) {
+    const std::lock_guard lock(mutex());
+    std::erase_if(all(), [](const auto& orphan) { return orphan.expired(); });
+    for (const auto& group : masters) {
+      for (const auto& master : group) {
+        all().emplace_back(master.getIntrusivePtr());
+      }
+    }
+  }
+  static bool has(const at::Tensor& parameter) {
+    const std::lock_guard lock(mutex());
+    return std::any_of(all().begin(), all().end(), [&](const auto& orphan) {
+      return orphan.lock() == parameter.getIntrusivePtr();
+    });
+  }
+
+ private:
+  using Weak =
+      c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  static std::mutex& mutex() {
+    static std::mutex mutex;
+    return mutex;
+  }
+  static std::vector<Weak>& all() {
+    static std::vector<Weak> all;
     return all;
   }
 };
@@ -163,6 +197,14 @@ struct FP16Optimizer::Impl {
           no_rule(inner));
     }
     core.master_weights().check(params_of(inner));
+    for (const auto& group : inner.param_groups()) {
+      for (const auto& parameter : group.params()) {
+        TORCH_CHECK_VALUE(
+            !Orphans::has(parameter),
+            "FP16Optimizer: the optimizer must hold parameters of the model, "
+            "but got the master weights of a wrapper that is gone");
+      }
+    }
     detail::check_state_is_known(inner, "FP16Optimizer");
     TORCH_CHECK_VALUE(
         Wrapped::add(&inner),
@@ -178,7 +220,10 @@ struct FP16Optimizer::Impl {
     }
   }
 
-  ~Impl() { Wrapped::remove(&inner); }
+  ~Impl() {
+    Orphans::add(weights().master_params());
+    Wrapped::remove(&inner);
+  }
 
   MasterWeights& weights() { return core.master_weights(); }
 
@@ -559,7 +604,16 @@ std::shared_ptr<LossScaler> FP16Optimizer::Impl::read_scaler(
            state.integer("cur_iter"),
            state.integer("last_overflow_iter"),
            state.integer("cur_hysteresis")});
+      if (!core.options().check_overflow) {
+        state.refuse(
+            "kind",
+            "must be 'static' with check_overflow off",
+            "'dynamic'");
+      }
       return scaler;
+    }
+    if (state.has("cur_scale")) {
+      scale_of_other = LossScaler(state.number("cur_scale")).loss_scale();
     }
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK_VALUE(
@@ -574,7 +628,6 @@ std::shared_ptr<LossScaler> FP16Optimizer::Impl::read_scaler(
       typeid(own) == typeid(DynamicLossScaler)) {
     state.refuse("kind", "must be one that C++ has", "'" + kind + "'");
   }
-  scale_of_other = state.number("cur_scale");
   return nullptr;
 }
 
@@ -655,11 +708,14 @@ void FP16Optimizer::Impl::restore(const Saved& saved) {
   auto masters = weights().master_params();
   const auto positions = weights().master_positions();
   for (std::size_t g = 0; g < masters.size(); ++g) {
+    std::unordered_map<std::int64_t, at::Tensor> given;
+    for (std::size_t k = 0; k < saved.positions[g].size(); ++k) {
+      given.emplace(saved.positions[g][k], saved.masters[g][k]);
+    }
     for (std::size_t i = 0; i < masters[g].size(); ++i) {
-      for (std::size_t k = 0; k < saved.positions[g].size(); ++k) {
-        if (saved.positions[g][k] == positions[g][i]) {
-          masters[g][i] = saved.masters[g][k];
-        }
+      const auto found = given.find(positions[g][i]);
+      if (found != given.end()) {
+        masters[g][i] = found->second;
       }
     }
   }
@@ -843,6 +899,7 @@ void FP16Optimizer::load(torch::serialize::InputArchive& archive) {
 
   impl.make_room(saved);
   impl.load_inner(inner);
+  impl.python_entries.clear();
   impl.restore(saved);
 }
 
@@ -857,6 +914,7 @@ void FP16Optimizer::Impl::load_inner(torch::serialize::InputArchive& archive) {
   auto old_state = std::exchange(inner.state(), {});
   try {
     inner.load(archive);
+    detail::check_shapes(inner, "FP16Optimizer.load");
   } catch (...) {
     inner.state() = std::move(old_state);
     for (std::size_t g = 0; g < old_options.size(); ++g) {

@@ -409,6 +409,87 @@ TEST_CASE("options of a class of one's own have no place in a state dict") {
       "got OwnOptions in Own");
 }
 
+TEST_CASE(
+    "a dynamic scale needs the check for overflow when it is loaded too") {
+  const auto make = maker<SGD>(SGDOptions(0.1).momentum(0.5));
+  Run run(make);
+  run.iterate(0);
+  Run unchecked(make, FP16OptimizerOptions().check_overflow(false));
+  CHECK(
+      error_of_load(unchecked, run.optimizer.state_dict()) ==
+      "FP16Optimizer.load_state_dict: the state dict.loss_scaler.kind must be "
+      "'static' with check_overflow off, but got 'dynamic'");
+}
+
+TEST_CASE("a scaler of one's own keeps its class and gets the scale") {
+  class Own : public LossScaler {
+   public:
+    using LossScaler::LossScaler;
+  };
+  const auto make = maker<SGD>(SGDOptions(0.1));
+  Run run(make, options().loss_scaler(std::make_shared<Own>(64)));
+  Run other(make, options().loss_scaler(std::make_shared<Own>(2)));
+  const auto scaler = other.optimizer.loss_scaler();
+  const auto state = copy_of(run.optimizer.state_dict());
+  other.optimizer.load_state_dict(state);
+  CHECK(other.optimizer.loss_scaler() == scaler);
+  CHECK(other.optimizer.loss_scale() == 64);
+  dict(dict(state).at("loss_scaler")).insert_or_assign("cur_scale", 0.0);
+  CHECK_FALSE(error_of_load(other, state).empty());
+}
+
+TEST_CASE("state without a tensor is no state") {
+  // As LBFGS leaves it in Python where the first gradient is small enough.
+  Run run(maker<LBFGS>(LBFGSOptions(0.5)));
+  run.iterate(0);
+  const auto state = copy_of(run.optimizer.state_dict());
+  auto counts = make_state_dict();
+  counts.insert("func_evals", 1);
+  counts.insert("n_iter", 0);
+  dict(dict(dict(state).at("optimizer_state_dict")).at("state"))
+      .insert_or_assign(0, counts);
+  run.optimizer.load_state_dict(state);
+  CHECK(run.inner->state().empty());
+  run.iterate(1);
+}
+
+TEST_CASE("state of one's own class is not replaced by torch's") {
+  struct OwnState : OptimizerCloneableParamState<OwnState> {};
+  Run adam(maker<Adam>(AdamOptions(0.02)));
+  adam.iterate(0);
+  Run run(maker<Adam>(AdamOptions(0.02)));
+  const auto key = run.single.unsafeGetTensorImpl();
+  run.inner->state()[key] = std::make_unique<OwnState>();
+  CHECK(
+      error_of<c10::TypeError>([&] {
+        run.optimizer.load_state_dict(adam.optimizer.state_dict());
+      }) ==
+      "FP16Optimizer.load_state_dict: the wrapped optimizer must have options "
+      "and state of torch::optim's own classes (save() and load() take any), "
+      "but got OwnState in Adam");
+  CHECK(run.inner->state().size() == 1);
+}
+
+TEST_CASE("an archive with state of another shape changes nothing") {
+  const auto make = maker<Adam>(AdamOptions(0.02));
+  Run run(make);
+  run.iterate(0);
+  const auto before = run.weights();
+  const auto half = at::zeros({2, 3}, at::kHalf).requires_grad_();
+  auto adam = make({half, at::zeros({7}).requires_grad_()});
+  FP16Optimizer wider(*adam);
+  wider.backward(
+      half.to(at::kFloat).sum() + adam->param_groups()[0].params()[1].sum());
+  wider.step();
+  std::stringstream stream;
+  torch::save(wider, stream);
+  CHECK(error_of<c10::ValueError>([&] {
+          torch::load(run.optimizer, stream);
+        }) == "FP16Optimizer.load: exp_avg must have shape [3], but got [7]");
+  CHECK(same(run.weights(), before));
+  run.iterate(1);
+}
+
 TEST_CASE("an archive that does not fit changes nothing") {
   Run sgd(maker<SGD>(SGDOptions(0.1).momentum(0.5)));
   Run adam(maker<Adam>(AdamOptions(0.02)));

@@ -271,6 +271,35 @@ TEST_CASE("an optimizer is free again when its wrapper is gone") {
       error_of<c10::ValueError>([&] { FP16Optimizer third(sgd); }).empty());
 }
 
+TEST_CASE("masters whose wrapper is gone are not taken for parameters") {
+  const auto half = at::ones({3}, at::kHalf).requires_grad_();
+  torch::optim::SGD sgd({half}, 0.1);
+  {
+    FP16Optimizer optimizer(sgd);
+  }
+  CHECK(
+      error_of<c10::ValueError>([&] { FP16Optimizer optimizer(sgd); }) ==
+      "FP16Optimizer: the optimizer must hold parameters of the model, but got "
+      "the master weights of a wrapper that is gone");
+}
+
+TEST_CASE("looking for state that is not there does no harm") {
+  for (const bool fused : {false, true}) {
+    const Net net;
+    torch::optim::Adam adam(net.weights, AdamOptions(0.01));
+    adam.state()[net.weights[0].unsafeGetTensorImpl()];
+    FP16Optimizer optimizer(adam, Options().fused(fused));
+    const auto key = adam.param_groups()[0].params()[1].unsafeGetTensorImpl();
+    if (fused) {
+      adam.state()[key]; // torch's own step does not take it
+    }
+    optimizer.state_dict();
+    iterate(optimizer, net, 0);
+    CHECK(optimizer.steps_applied() == 1);
+    CHECK(adam.state()[key] != nullptr);
+  }
+}
+
 TEST_CASE("a rule that is insisted on must be there") {
   const auto half = at::ones({3}, at::kHalf).requires_grad_();
   torch::optim::LBFGS lbfgs({half}, 0.1);

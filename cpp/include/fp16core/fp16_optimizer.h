@@ -120,7 +120,8 @@ class FP16CORE_API FP16Optimizer {
   explicit FP16Optimizer(
       torch::optim::Optimizer& optimizer,
       const FP16OptimizerOptions& options = {});
-  /// Leaves the masters with the wrapped optimizer.
+  /// Leaves the masters with the wrapped optimizer, which cannot be wrapped
+  /// again then.
   ~FP16Optimizer();
   FP16Optimizer(FP16Optimizer&&) noexcept;
   FP16Optimizer& operator=(FP16Optimizer&&) noexcept;
@@ -199,6 +200,8 @@ class FP16CORE_API FP16Optimizer {
   /// std::invalid_argument unless it is finite and at least 2^-126.
   void set_loss_scale(double scale);
   const std::shared_ptr<LossScaler>& loss_scaler() const;
+  /// Throws std::invalid_argument for none, and for a dynamic one with
+  /// `check_overflow` off.
   void set_loss_scaler(std::shared_ptr<LossScaler> loss_scaler);
   bool dynamic_loss_scale() const;
 
@@ -236,7 +239,8 @@ class FP16CORE_API FP16Optimizer {
   /// they are. The model's weights are written from the masters. What only
   /// Python has in a param group (such as `initial_lr`) is kept for the next
   /// `state_dict`. Throws ValueError, with nothing changed, if it does not fit,
-  /// or asks for what torch::optim does not have, such as `maximize`.
+  /// or asks for what torch::optim does not have, such as `maximize`; and
+  /// TypeError like `state_dict`.
   void load_state_dict(const c10::IValue& state_dict);
 
   /// Saves and restores in torch's C++ format, which Python does not read,

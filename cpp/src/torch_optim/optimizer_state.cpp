@@ -160,7 +160,6 @@ class FieldReader : public FieldVisitor {
           own(name,
               plain ? at::scalar_tensor(dict_.number(name), at::kDouble)
                     : dict_.tensor(name));
-      found_tensor = true;
     }
   }
   void visit(std::string_view name, std::deque<at::Tensor>& value) override {
@@ -172,8 +171,6 @@ class FieldReader : public FieldVisitor {
       value.push_back(own(name, item.toTensor()));
     }
   }
-
-  bool found_tensor = false;
 
  private:
   at::Tensor own(std::string_view name, const at::Tensor& tensor) const {
@@ -220,21 +217,46 @@ class FieldNames : public FieldVisitor {
   void add(std::string_view name) { names.emplace(name); }
 };
 
+[[noreturn]] void refuse_class(
+    const std::type_info& type,
+    const Optimizer& optimizer,
+    const std::string& owner) {
+  TORCH_CHECK_TYPE(
+      false,
+      owner,
+      ": the wrapped optimizer must have options and state of torch::optim's "
+      "own classes (save() and load() take any), but got ",
+      class_name(type),
+      " in ",
+      class_name(typeid(optimizer)));
+}
+
 const OptimizerKind& known_kind(
     Optimizer& optimizer,
     const OptimizerOptions& options,
     const std::string& owner) {
   const auto* kind = find_kind(options);
-  TORCH_CHECK_TYPE(
-      kind != nullptr,
-      owner,
-      ": the wrapped optimizer must have options and state of torch::optim's "
-      "own classes (save() and load() take any), but got ",
-      class_name(typeid(options)),
-      " in ",
-      class_name(typeid(optimizer)));
+  if (kind == nullptr) {
+    refuse_class(typeid(options), optimizer, owner);
+  }
   return *kind;
 }
+
+// Finds out whether saved state has any tensor.
+class TensorFinder : public FieldVisitor {
+ public:
+  explicit TensorFinder(const DictReader& dict) : dict_(dict) {}
+
+  using FieldVisitor::visit;
+  void visit(std::string_view name, at::Tensor&) override {
+    found |= dict_.has(name) && !dict_.at(name).isNone();
+  }
+
+  bool found = false;
+
+ private:
+  const DictReader& dict_;
+};
 
 // Returns the state of a parameter; null if the saved one is as good as none,
 // like that of SGD before its first step.
@@ -244,11 +266,13 @@ std::unique_ptr<OptimizerParamState> read_state(
     const DictReader& saved,
     const at::Tensor& parameter) {
   auto state = kind.make_state();
-  FieldReader reader(saved, parameter, kind.rule != nullptr);
-  visit_fields(*state, reader);
-  if (!reader.found_tensor) {
+  TensorFinder finder(saved);
+  visit_fields(*state, finder);
+  if (!finder.found) {
     return nullptr;
   }
+  FieldReader reader(saved, parameter, kind.rule != nullptr);
+  visit_fields(*state, reader);
   if (kind.rule != nullptr) {
     const auto needed = read_rule_options(kind, options);
     for (std::size_t i = 0; i < kind.rule->tensors.size(); ++i) {
@@ -271,7 +295,7 @@ void check_state_is_known(Optimizer& optimizer, const std::string& owner) {
       const auto entry =
           optimizer.state().find(params[i].unsafeGetTensorImpl());
       TORCH_CHECK_TYPE(
-          entry == optimizer.state().end() ||
+          entry == optimizer.state().end() || entry->second == nullptr ||
               (params[i].scalar_type() != at::kHalf &&
                params[i].scalar_type() != at::kBFloat16) ||
               visit_fields(*entry->second, nobody),
@@ -291,16 +315,18 @@ void check_state_is_known(Optimizer& optimizer, const std::string& owner) {
 void adopt(Optimizer& optimizer, const std::vector<Adoption>& adoptions) {
   auto& states = optimizer.state();
   for (const auto& adoption : adoptions) {
-    optimizer.param_groups()[adoption.group].params()[adoption.index] =
-        adoption.master;
+    auto& place =
+        optimizer.param_groups()[adoption.group].params()[adoption.index];
     const auto entry = states.find(adoption.model.unsafeGetTensorImpl());
-    if (entry != states.end()) {
+    // Someone who looks for state with operator[] leaves nothing behind.
+    if (entry != states.end() && entry->second != nullptr) {
+      StateWidener widener(adoption.master);
+      visit_fields(*entry->second, widener);
       auto state = std::move(entry->second);
       states.erase(entry);
-      StateWidener widener(adoption.master);
-      visit_fields(*state, widener);
       states[adoption.master.unsafeGetTensorImpl()] = std::move(state);
     }
+    place = adoption.master;
   }
 }
 
@@ -321,7 +347,7 @@ StateDict optimizer_state_dict(
     for (const auto& option : kind.python_options) {
       group.insert(std::string(option.name), option.to_python());
     }
-    if (g < python_entries.size()) {
+    if (python_entries.size() == param_groups.size()) {
       for (const auto& entry : python_entries[g]) {
         group.insert_or_assign(entry.key(), entry.value());
       }
@@ -330,17 +356,12 @@ StateDict optimizer_state_dict(
     for (const auto& parameter : param_groups[g].params()) {
       const auto entry =
           optimizer.state().find(parameter.unsafeGetTensorImpl());
-      if (entry != optimizer.state().end()) {
+      if (entry != optimizer.state().end() && entry->second != nullptr) {
         auto state = make_state_dict();
         DictWriter state_writer(state);
-        TORCH_CHECK_TYPE(
-            visit_fields(*entry->second, state_writer),
-            owner,
-            ": the wrapped optimizer must have options and state of "
-            "torch::optim's own classes (save() and load() take any), but got ",
-            class_name(typeid(*entry->second)),
-            " in ",
-            class_name(typeid(optimizer)));
+        if (!visit_fields(*entry->second, state_writer)) {
+          refuse_class(typeid(*entry->second), optimizer, owner);
+        }
         states.insert(number, state);
       }
       params.push_back(number++);
@@ -372,6 +393,14 @@ SavedOptimizer::SavedOptimizer(const DictReader& saved, Optimizer& optimizer) {
     const auto& options = own[g].options();
     const auto& kind = known_kind(optimizer, options, saved.owner());
     const auto& params = own[g].params();
+    for (const auto& parameter : params) {
+      const auto entry =
+          optimizer.state().find(parameter.unsafeGetTensorImpl());
+      if (entry != optimizer.state().end() && entry->second != nullptr &&
+          typeid(*entry->second) != *kind.state) {
+        refuse_class(typeid(*entry->second), optimizer, saved.owner());
+      }
+    }
 
     // What cannot be read is found on a copy.
     const auto copy = options.clone();
@@ -429,20 +458,66 @@ SavedOptimizer::SavedOptimizer(const DictReader& saved, Optimizer& optimizer) {
 void SavedOptimizer::load(Optimizer& optimizer) const {
   const at::NoGradGuard no_grad;
   auto& groups = optimizer.param_groups();
-  for (std::size_t g = 0; g < groups.size(); ++g) {
+  const auto read_options = [&](std::size_t g, OptimizerOptions& options) {
     FieldReader reader(groups_[g], at::Tensor(), true);
-    visit_fields(groups[g].options(), reader);
+    visit_fields(options, reader);
+  };
+  // All that may fail first.
+  std::vector<std::unique_ptr<OptimizerOptions>> options;
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    options.push_back(groups[g].options().clone());
+    read_options(g, *options.back());
   }
   std::remove_reference_t<decltype(optimizer.state())> states;
   for (const auto& [position, saved] : states_) {
-    auto& options = groups[position.first].options();
+    auto& own = *options[position.first];
     const auto& parameter = groups[position.first].params()[position.second];
-    if (auto state =
-            read_state(*find_kind(options), options, saved, parameter)) {
+    if (auto state = read_state(*find_kind(own), own, saved, parameter)) {
       states[parameter.unsafeGetTensorImpl()] = std::move(state);
     }
   }
   optimizer.state() = std::move(states);
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    read_options(g, groups[g].options());
+  }
+}
+
+void check_shapes(Optimizer& optimizer, const std::string& owner) {
+  // Shows the tensors of a parameter's state.
+  class Shapes : public FieldVisitor {
+   public:
+    Shapes(const at::Tensor& parameter, const std::string& owner)
+        : parameter_(parameter), owner_(owner) {}
+    using FieldVisitor::visit;
+    void visit(std::string_view name, at::Tensor& tensor) override {
+      TORCH_CHECK_VALUE(
+          !tensor.defined() || tensor.sizes() == parameter_.sizes(),
+          owner_,
+          ": ",
+          name,
+          " must have shape ",
+          parameter_.sizes(),
+          ", but got ",
+          tensor.sizes());
+    }
+
+   private:
+    const at::Tensor& parameter_;
+    const std::string& owner_;
+  };
+  for (auto& group : optimizer.param_groups()) {
+    const auto* kind =
+        group.has_options() ? find_kind(group.options()) : nullptr;
+    for (const auto& parameter : group.params()) {
+      const auto entry =
+          optimizer.state().find(parameter.unsafeGetTensorImpl());
+      if (kind != nullptr && kind->rule != nullptr &&
+          entry != optimizer.state().end() && entry->second != nullptr) {
+        Shapes shapes(parameter, owner);
+        visit_fields(*entry->second, shapes);
+      }
+    }
+  }
 }
 
 } // namespace fp16core::detail

@@ -26,6 +26,10 @@ void check_state_is_known(
     torch::optim::Optimizer& optimizer,
     const std::string& owner);
 
+/// Throws ValueError if state that belongs to the elements of a parameter has
+/// another shape.
+void check_shapes(torch::optim::Optimizer& optimizer, const std::string& owner);
+
 /// Puts masters in the place of half parameters. Their state moves with them,
 /// half tensors in it becoming float32.
 void adopt(

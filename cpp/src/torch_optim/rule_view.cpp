@@ -153,13 +153,15 @@ std::optional<std::string> TorchRuleView::update(
         RuleState found;
         const auto& options = options_[due.group];
         const auto entry = states.find(due.parameter->unsafeGetTensorImpl());
-        if (!options.has_state || entry == states.end()) {
+        if (!options.has_state || entry == states.end() ||
+            entry->second == nullptr) {
           return found;
         }
         StateReader reader(rule, options);
         if (typeid(*entry->second) != *kind.state ||
             !visit_fields(*entry->second, reader)) {
           strange = "state of class " + class_name(typeid(*entry->second));
+          found.fresh = false; // with nothing to go with: an obstacle
           return found;
         }
         for (std::size_t i = 0; i < rule.tensors.size(); ++i) {
@@ -170,6 +172,8 @@ std::optional<std::string> TorchRuleView::update(
           const std::int64_t steps = *reader.steps;
           auto& counter = counter_of(optimizer, due);
           if (!counter.tensor.defined() || counter.value != steps ||
+              (steps == kMostInFloat &&
+               counter.tensor.scalar_type() == at::kFloat) ||
               counter.tensor.device() != due.parameter->device()) {
             counter.tensor = at::scalar_tensor(
                 steps,
