@@ -3,6 +3,7 @@
 #include "oracle.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Version.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -419,26 +420,28 @@ TEST_CASE("a step is that of the optimizer on fp32 weights") {
   }
 }
 
-TEST_CASE("SGD, Adagrad and RMSprop give the same bits fused and not") {
-  using namespace torch::optim;
-  const std::vector<Known> exact{
-      {"SGD", maker<SGD>(SGDOptions(0.1).momentum(0.9)), true},
-      {"plain SGD", maker<SGD>(SGDOptions(0.1)), true},
-  };
-  for (const auto& known : exact) {
-    CAPTURE(known.name);
+TEST_CASE("SGD has the same bits fused and not") {
+  // Where torch's loops multiply and add in one rounding: not on the baseline.
+  const bool exact = at::get_cpu_capability() != "DEFAULT";
+  for (const double momentum : {0.0, 0.9}) {
+    CAPTURE(momentum);
     std::vector<std::vector<at::Tensor>> results;
     for (const bool fused : {false, true}) {
       const Net net;
-      auto inner = known.make(net.weights);
-      FP16Optimizer optimizer(*inner, dynamic_options().fused(fused));
+      torch::optim::SGD sgd(net.weights, SGDOptions(0.1).momentum(momentum));
+      FP16Optimizer optimizer(sgd, dynamic_options().fused(fused));
       for (int i = 0; i < 20; ++i) {
         iterate(optimizer, net, i % 7 == 3 ? -1 : i, 0.5);
       }
       CHECK(optimizer.steps_skipped() == 3);
       results.push_back(flat(optimizer.fp32_from_fp16_groups()));
     }
-    CHECK(same(results[0], results[1]));
+    for (std::size_t i = 0; i < results[0].size(); ++i) {
+      // Else roundings of 17 updates, and what the model's own make of them.
+      CHECK(
+          (exact ? results[0][i].equal(results[1][i])
+                 : at::allclose(results[0][i], results[1][i], 1e-2, 1e-3)));
+    }
   }
 }
 
@@ -863,7 +866,9 @@ TEST_CASE("an optimizer of a user's own is run as it is") {
 
 // ---- what torch's own tests ask of its optimizers ----
 
-TEST_CASE("every optimizer learns XOR with a half model") {
+TEST_CASE(
+    "every optimizer learns XOR with a half model" *
+    doctest::test_suite("many iterations")) {
   using namespace torch::optim;
   const std::vector<Known> learners{
       {"SGD", maker<SGD>(SGDOptions(0.1).momentum(0.9).nesterov(true)), true},

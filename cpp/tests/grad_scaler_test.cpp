@@ -146,7 +146,9 @@ TEST_CASE("the scale starts and moves with torch's constants") {
   CHECK(scaler.is_enabled());
 }
 
-TEST_CASE("the scale moves as torch's, through saved and loaded states") {
+TEST_CASE(
+    "the scale moves as torch's, through saved and loaded states" *
+    doctest::test_suite("many iterations")) {
   std::mt19937 random(11);
   const auto below = [&](unsigned limit) { return random() % limit; };
   for (int sequence = 0; sequence < 300; ++sequence) {

@@ -84,7 +84,11 @@ target_link_libraries(
   PRIVATE ${fp16core_private_libraries}
 )
 fp16core_link_options(fp16core_on_host_tests)
-add_test(NAME cpp_cuda_on_host COMMAND fp16core_on_host_tests)
+# Thousands of iterations take minutes on threads that are fibers.
+add_test(
+  NAME cpp_cuda_on_host
+  COMMAND fp16core_on_host_tests "--test-suite-exclude=many iterations"
+)
 
 # The tests of the backend alone under a race checker, for which each CUDA thread
 # is a thread. Only what runs on the device is watched. Run it with
