@@ -373,6 +373,10 @@ struct FP16Optimizer::Impl {
   std::shared_ptr<LossScaler> read_scaler(
       const detail::DictReader& state,
       double& scale_of_other) const;
+  void read_progress(
+      const detail::DictReader& state,
+      const detail::DictReader& loss_scaler,
+      Saved& saved) const;
   void check_masters(const Saved& saved, const std::string& owner) const;
   void make_room(const Saved& saved);
   void restore(const Saved& saved);
@@ -643,6 +647,27 @@ struct FP16Optimizer::Impl::Saved {
   std::int64_t steps_skipped = 0;
 };
 
+// Reads what both formats have under the same names.
+void FP16Optimizer::Impl::read_progress(
+    const detail::DictReader& state,
+    const detail::DictReader& loss_scaler,
+    Saved& saved) const {
+  if (state.integer("format_version") != kFormatVersion) {
+    state.refuse(
+        "format_version",
+        "must be " + std::to_string(kFormatVersion),
+        std::to_string(state.integer("format_version")));
+  }
+  saved.scaler = read_scaler(loss_scaler, saved.scale_of_other);
+  saved.overflow = state.boolean("overflow");
+  saved.update_pending = state.boolean("update_pending");
+  saved.steps_applied = state.integer("steps_applied");
+  saved.steps_skipped = state.integer("steps_skipped");
+  if (std::min(saved.steps_applied, saved.steps_skipped) < 0) {
+    state.refuse("steps_applied", "must be at least 0", "a negative count");
+  }
+}
+
 // Throws ValueError unless every saved master has a place.
 void FP16Optimizer::Impl::check_masters(
     const Saved& saved,
@@ -776,16 +801,11 @@ void FP16Optimizer::load_state_dict(const c10::IValue& state_dict) {
     impl.python_entries = saved.python_entries();
     return;
   }
-  if (state.integer("format_version") != kFormatVersion) {
-    state.refuse(
-        "format_version",
-        "must be " + std::to_string(kFormatVersion),
-        std::to_string(state.integer("format_version")));
-  }
+  Impl::Saved saved;
+  impl.read_progress(state, state.dict("loss_scaler"), saved);
   const detail::SavedOptimizer optimizer(
       state.dict("optimizer_state_dict"),
       impl.inner);
-  Impl::Saved saved;
   for (const auto& group : state.list("fp32_from_fp16")) {
     saved.masters.push_back(tensors_of(state, "fp32_from_fp16", group));
   }
@@ -794,15 +814,6 @@ void FP16Optimizer::load_state_dict(const c10::IValue& state_dict) {
         integers_of(state, "fp32_from_fp16_positions", group));
   }
   impl.check_masters(saved, owner);
-  saved.scaler =
-      impl.read_scaler(state.dict("loss_scaler"), saved.scale_of_other);
-  saved.overflow = state.boolean("overflow");
-  saved.update_pending = state.boolean("update_pending");
-  saved.steps_applied = state.integer("steps_applied");
-  saved.steps_skipped = state.integer("steps_skipped");
-  if (std::min(saved.steps_applied, saved.steps_skipped) < 0) {
-    state.refuse("steps_applied", "must be at least 0", "a negative count");
-  }
   const auto name = state.string("optimizer_class");
   const auto own_name = detail::class_name(typeid(impl.inner));
 
@@ -886,14 +897,10 @@ void FP16Optimizer::load(torch::serialize::InputArchive& archive) {
     }
   }
   impl.check_masters(saved, owner);
-  const detail::DictReader reader(state, owner, "the archive");
-  saved.scaler = impl.read_scaler(
+  impl.read_progress(
+      detail::DictReader(state, owner, "the archive"),
       detail::DictReader(scaler, owner, "loss_scaler"),
-      saved.scale_of_other);
-  saved.overflow = reader.boolean("overflow");
-  saved.update_pending = reader.boolean("update_pending");
-  saved.steps_applied = reader.integer("steps_applied");
-  saved.steps_skipped = reader.integer("steps_skipped");
+      saved);
   torch::serialize::InputArchive inner;
   archive.read("optimizer", inner);
 

@@ -118,6 +118,14 @@ const OptimizerKind* find_kind(const OptimizerOptions& options) {
   return nullptr;
 }
 
+OptimizerParamState* state_of(
+    Optimizer& optimizer,
+    const at::Tensor& parameter) {
+  const auto& states = optimizer.state();
+  const auto entry = states.find(parameter.unsafeGetTensorImpl());
+  return entry == states.end() ? nullptr : entry->second.get();
+}
+
 std::string class_name(const std::type_info& type) {
   const std::string full = c10::demangle(type.name());
   const auto colon = full.rfind(':', full.find('<'));

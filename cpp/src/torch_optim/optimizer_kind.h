@@ -51,6 +51,12 @@ const OptimizerKind* find_kind(const torch::optim::Optimizer& optimizer);
 /// Returns the kind that the class of `options` belongs to, or null.
 const OptimizerKind* find_kind(const torch::optim::OptimizerOptions& options);
 
+/// Returns the state of a parameter, null if there is none. Someone who looks
+/// for it with operator[] leaves an empty entry, which counts as none.
+torch::optim::OptimizerParamState* state_of(
+    torch::optim::Optimizer& optimizer,
+    const at::Tensor& parameter);
+
 /// Returns the name of a class without its namespaces.
 std::string class_name(const std::type_info& type);
 

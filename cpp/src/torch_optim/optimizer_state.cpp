@@ -39,8 +39,10 @@ class StateWidener : public FieldVisitor {
   void visit(
       std::string_view name,
       std::optional<std::vector<at::Tensor>>& tensors) override {
-    for (auto& tensor : tensors ? *tensors : std::vector<at::Tensor>()) {
-      visit(name, tensor);
+    if (tensors) {
+      for (auto& tensor : *tensors) {
+        visit(name, tensor);
+      }
     }
   }
 
@@ -292,17 +294,16 @@ void check_state_is_known(Optimizer& optimizer, const std::string& owner) {
   for (std::size_t g = 0; g < groups.size(); ++g) {
     const auto& params = groups[g].params();
     for (std::size_t i = 0; i < params.size(); ++i) {
-      const auto entry =
-          optimizer.state().find(params[i].unsafeGetTensorImpl());
+      auto* state = state_of(optimizer, params[i]);
       TORCH_CHECK_TYPE(
-          entry == optimizer.state().end() || entry->second == nullptr ||
+          state == nullptr ||
               (params[i].scalar_type() != at::kHalf &&
                params[i].scalar_type() != at::kBFloat16) ||
-              visit_fields(*entry->second, nobody),
+              visit_fields(*state, nobody),
           owner,
           ": a half parameter must have no state, or state of torch::optim's "
           "own classes, but got ",
-          class_name(typeid(*entry->second)),
+          class_name(typeid(*state)),
           " for ",
           describe_parameter(
               static_cast<std::int64_t>(g),
@@ -354,15 +355,13 @@ StateDict optimizer_state_dict(
     }
     c10::impl::GenericList params(c10::AnyType::get());
     for (const auto& parameter : param_groups[g].params()) {
-      const auto entry =
-          optimizer.state().find(parameter.unsafeGetTensorImpl());
-      if (entry != optimizer.state().end() && entry->second != nullptr) {
-        auto state = make_state_dict();
-        DictWriter state_writer(state);
-        if (!visit_fields(*entry->second, state_writer)) {
-          refuse_class(typeid(*entry->second), optimizer, owner);
+      if (auto* state = state_of(optimizer, parameter)) {
+        auto saved = make_state_dict();
+        DictWriter state_writer(saved);
+        if (!visit_fields(*state, state_writer)) {
+          refuse_class(typeid(*state), optimizer, owner);
         }
-        states.insert(number, state);
+        states.insert(number, saved);
       }
       params.push_back(number++);
     }
@@ -394,11 +393,9 @@ SavedOptimizer::SavedOptimizer(const DictReader& saved, Optimizer& optimizer) {
     const auto& kind = known_kind(optimizer, options, saved.owner());
     const auto& params = own[g].params();
     for (const auto& parameter : params) {
-      const auto entry =
-          optimizer.state().find(parameter.unsafeGetTensorImpl());
-      if (entry != optimizer.state().end() && entry->second != nullptr &&
-          typeid(*entry->second) != *kind.state) {
-        refuse_class(typeid(*entry->second), optimizer, saved.owner());
+      const auto* state = state_of(optimizer, parameter);
+      if (state != nullptr && typeid(*state) != *kind.state) {
+        refuse_class(typeid(*state), optimizer, saved.owner());
       }
     }
 
@@ -509,12 +506,10 @@ void check_shapes(Optimizer& optimizer, const std::string& owner) {
     const auto* kind =
         group.has_options() ? find_kind(group.options()) : nullptr;
     for (const auto& parameter : group.params()) {
-      const auto entry =
-          optimizer.state().find(parameter.unsafeGetTensorImpl());
-      if (kind != nullptr && kind->rule != nullptr &&
-          entry != optimizer.state().end() && entry->second != nullptr) {
+      auto* state = state_of(optimizer, parameter);
+      if (kind != nullptr && kind->rule != nullptr && state != nullptr) {
         Shapes shapes(parameter, owner);
-        visit_fields(*entry->second, shapes);
+        visit_fields(*state, shapes);
       }
     }
   }

@@ -152,15 +152,14 @@ std::optional<std::string> TorchRuleView::update(
       weights.prepare_update(rule, options_, [&](const DueParameter& due) {
         RuleState found;
         const auto& options = options_[due.group];
-        const auto entry = states.find(due.parameter->unsafeGetTensorImpl());
-        if (!options.has_state || entry == states.end() ||
-            entry->second == nullptr) {
+        auto* state =
+            options.has_state ? state_of(optimizer, *due.parameter) : nullptr;
+        if (state == nullptr) {
           return found;
         }
         StateReader reader(rule, options);
-        if (typeid(*entry->second) != *kind.state ||
-            !visit_fields(*entry->second, reader)) {
-          strange = "state of class " + class_name(typeid(*entry->second));
+        if (typeid(*state) != *kind.state || !visit_fields(*state, reader)) {
+          strange = "state of class " + class_name(typeid(*state));
           found.fresh = false; // with nothing to go with: an obstacle
           return found;
         }
