@@ -35,10 +35,11 @@ def program(name: str) -> str:
 def configure(
     source: pathlib.Path,
     build: pathlib.Path,
-    prefix: pathlib.Path,
+    prefix: pathlib.Path | None,
     *definitions: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Configures the CMake project in ``source`` against the package in ``prefix``."""
+    """Configures the CMake project in ``source``, against the package in ``prefix``
+    if it needs one."""
     return run(
         program("cmake"),
         "-G",
@@ -48,7 +49,7 @@ def configure(
         source,
         "-B",
         build,
-        f"-DCMAKE_PREFIX_PATH={prefix}",
+        *([] if prefix is None else [f"-DCMAKE_PREFIX_PATH={prefix}"]),
         *definitions,
         cwd=build.parent,
     )

@@ -541,19 +541,13 @@ def configure_core(
         for library in libraries:
             library.parent.mkdir(parents=True, exist_ok=True)
             library.symlink_to(TORCH_ROOT / "lib" / "libc10.so")
-    return run(
-        program("cmake"),
-        "-G",
-        "Ninja",
-        f"-DCMAKE_MAKE_PROGRAM={program('ninja')}",
-        "-S",
+    return configure(
         ROOT,
-        "-B",
         scratch / "build",
+        None,
         "-DFP16CORE_BUILD_PYTHON=OFF",
         f"-DTorch_DIR={folder}/share/cmake/Torch",
         *definitions,
-        cwd=scratch,
     )
 
 
