@@ -3,6 +3,7 @@
 #include <fp16core/fp16_optimizer.h>
 
 #include "oracle.h"
+#include "torch_optimizers.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/Dict.h>
@@ -21,21 +22,14 @@
 
 using namespace fp16core;
 using fp16core::test::error_of;
+using fp16core::test::ignore;
+using fp16core::test::MakeOptimizer;
+using fp16core::test::maker;
 using namespace torch::optim;
 
 namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
-
-using MakeOptimizer =
-    std::function<std::unique_ptr<Optimizer>(std::vector<at::Tensor>)>;
-
-template <typename Class, typename Options>
-MakeOptimizer maker(Options options) {
-  return [options](std::vector<at::Tensor> parameters) {
-    return std::make_unique<Class>(std::move(parameters), options);
-  };
-}
 
 struct Known {
   const char* name;
@@ -54,8 +48,6 @@ std::vector<Known> known_optimizers() {
       {"LBFGS", maker<LBFGS>(LBFGSOptions(0.5).max_iter(4).history_size(5))},
   };
 }
-
-void ignore(const std::string&) {}
 
 FP16OptimizerOptions options() {
   return FP16OptimizerOptions()

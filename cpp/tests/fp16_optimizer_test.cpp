@@ -1,6 +1,7 @@
 #include <fp16core/fp16_optimizer.h>
 
 #include "oracle.h"
+#include "torch_optimizers.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Version.h>
@@ -19,6 +20,9 @@
 
 using namespace fp16core;
 using fp16core::test::error_of;
+using fp16core::test::ignore;
+using fp16core::test::MakeOptimizer;
+using fp16core::test::maker;
 using torch::optim::AdagradOptions;
 using torch::optim::AdamOptions;
 using torch::optim::AdamWOptions;
@@ -31,16 +35,6 @@ namespace {
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
 using Options = FP16OptimizerOptions;
-using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(
-    std::vector<at::Tensor>)>;
-
-template <typename Optimizer, typename OptimizerOptions>
-MakeOptimizer maker(OptimizerOptions options) {
-  return [options](std::vector<at::Tensor> parameters) {
-    return std::make_unique<Optimizer>(std::move(parameters), options);
-  };
-}
-
 struct Known {
   const char* name;
   MakeOptimizer make;
@@ -177,8 +171,6 @@ void iterate(
     optimizer.step();
   }
 }
-
-void ignore(const std::string&) {}
 
 Options dynamic_options() {
   return Options().dynamic_loss_scale(true).init_scale(1024).log(ignore);
