@@ -4,8 +4,8 @@ import copy
 import json
 import pathlib
 import pickle
+import random
 import re
-from itertools import chain, repeat
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,29 +13,117 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from fp16core import DynamicLossScaler, FP16_Optimizer, LossScaler
+from fp16core import (
+    DynamicLossScaler,
+    FP16_Optimizer,
+    LossScaleError,
+    LossScaler,
+    _core,
+)
 from helpers import HALF_DTYPES, INF, NAN, ScaleModel, half, masters, single, train
 
 DATA = pathlib.Path(__file__).parent / "data"
-TRACES = json.loads((DATA / "scale_traces.json").read_text())
+POLICIES = json.loads((DATA / "scale_traces.json").read_text())["policies"]
+SMALLEST = 2.0**-126
+
+
+def expand(runs: list[tuple[Any, int]]) -> list[float | None]:
+    return [None if v is None else float(v) for v, count in runs for _ in range(count)]
+
 
 # The rule.
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("policy", "case"),
     [
-        pytest.param(case, id=f"{name}-{index}-{case['label']}".replace(" ", "_"))
-        for name, policy in TRACES.items()
+        pytest.param(name, case, id=f"{name}-{index}-{case['label']}".replace(" ", "_"))
+        for name, policy in POLICIES.items()
         for index, case in enumerate(policy["cases"])
     ],
 )
-def test_moves_like_the_recorded_originals(case: dict[str, Any]) -> None:
-    scaler = DynamicLossScaler(**case["config"])
-    wanted = chain.from_iterable(repeat(value, n) for value, n in case["scale"])
+def test_moves_like_the_recorded_originals(policy: str, case: dict[str, Any]) -> None:
+    scaler = DynamicLossScaler.preset(policy, **case["config"])
+    wanted = expand(case["scale"])
+    lost = False
     for step, (flag, want) in enumerate(zip(case["overflow"], wanted, strict=True)):
-        scaler.update_scale(flag == "1")
-        assert scaler.loss_scale == want, f"after update {step}"
+        overflow, before = flag == "1", scaler.loss_scale
+        if want is None:
+            with pytest.raises(LossScaleError):
+                scaler.update_scale(overflow)
+            assert scaler.loss_scale == before
+            continue
+        scaler.update_scale(overflow)
+        # Some originals lose their scale for good: at inf, or at 0.
+        lost = lost or want == INF or want < SMALLEST
+        if not lost:
+            assert scaler.loss_scale == want, f"after update {step}"
+        elif overflow:
+            assert scaler.loss_scale == max(before / 2, SMALLEST)
+        else:
+            assert scaler.loss_scale in (before, before * 2)
+            assert scaler.loss_scale < 2.0**128
+    assert lost == ("inf" in case["label"] or "zero" in case["label"])
+
+
+def test_every_policy_has_traces() -> None:
+    assert sorted(_core.scale_policy_names()) == sorted(POLICIES)
+    for name, policy in POLICIES.items():
+        assert _core.scale_policy_parameters(name) == policy["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "hysteresis"),
+    [
+        ("apex_amp", 1),
+        *(
+            (name, h)
+            for name in ("megatron_core", "apex_hysteresis_kernel")
+            for h in (1, 2, 3)
+        ),
+    ],
+)
+def test_policies_that_are_one_in_other_words_move_alike(
+    policy: str, hysteresis: int
+) -> None:
+    init, window = 2.0**40, 7
+    common = {"init_scale": init, "scale_window": window, "delayed_shift": hysteresis}
+    if policy == "megatron_core":
+        left = DynamicLossScaler.preset("megatron_v1", **common, min_scale=4.0)
+        right = DynamicLossScaler.preset(
+            policy,
+            initial_scale=init,
+            min_scale=4.0,
+            growth_interval=window,
+            hysteresis=hysteresis,
+        )
+    elif policy == "apex_hysteresis_kernel":
+        left = DynamicLossScaler.preset(
+            "megatron_v1", **common, min_scale=SMALLEST, consecutive_hysteresis=True
+        )
+        right = DynamicLossScaler.preset(
+            policy, init_scale=init, growth_interval=window, hysteresis=hysteresis
+        )
+    else:
+        left = DynamicLossScaler.preset("megatron_v1", **common, min_scale=SMALLEST)
+        right = DynamicLossScaler.preset(
+            policy, init_scale=init, scale_window=window, max_loss_scale=INF
+        )
+    # Few overflows for a while, then many, so that both ends are reached.
+    rng = random.Random(hysteresis)
+    seen = set()
+    for update in range(10_000):
+        share = (0.02, 0.1, 0.4)[update // 100 % 3]
+        overflow = rng.random() < share
+        for scaler in (left, right):
+            scaler.update_scale(overflow)
+        seen.add(left.loss_scale)
+        # A float32 scale cannot follow beyond its range.
+        if left.loss_scale >= 2.0**127:
+            for scaler in (left, right):
+                scaler.cur_scale = init
+        assert left.loss_scale == right.loss_scale, f"after update {update}"
+    assert len(seen) > 30
 
 
 @settings(deadline=None)  # a busy machine pauses any example

@@ -17,6 +17,7 @@ namespace nb = nanobind;
 void bind_loss_scaler(nb::module_& m);
 void bind_gradient_report(nb::module_& m);
 void bind_optimizer_core(nb::module_& m);
+void bind_tensor_lists(nb::module_& m);
 void bind_update_rule(nb::module_& m);
 void bind_build(nb::module_& m);
 

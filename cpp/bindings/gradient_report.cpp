@@ -2,8 +2,6 @@
 
 #include "bindings.h"
 
-#include <fp16core/tensor_lists.h>
-
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -46,12 +44,6 @@ void bind_gradient_report(nb::module_& m) {
           &GradientReport::first_offender,
           nb::rv_policy::reference_internal,
           "Returns the first entry with a non-finite element, or None.");
-  m.def(
-      "has_overflow",
-      &has_overflow,
-      nb::call_guard<nb::gil_scoped_release>(),
-      nb::arg("tensors"),
-      "Returns whether any element of the tensors is infinite or NaN.");
 }
 
 } // namespace fp16core::bindings

@@ -2,7 +2,13 @@
 
 #include "bindings.h"
 
+#include <fp16core/scale_policies.h>
+
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <type_traits>
 #include <utility>
@@ -150,7 +156,14 @@ void bind_loss_scaler(nb::module_& m) {
              double min_scale,
              std::int64_t delayed_shift,
              bool consecutive_hysteresis,
-             double backoff_factor) {
+             double backoff_factor,
+             double max_scale,
+             std::int64_t window_lag,
+             double tolerance,
+             bool raise_at_floor,
+             double error_scale,
+             bool float32_scale,
+             bool float32_factors) {
             new (self) DynamicLossScaler(
                 Options{
                     init_scale,
@@ -159,7 +172,14 @@ void bind_loss_scaler(nb::module_& m) {
                     min_scale,
                     delayed_shift,
                     consecutive_hysteresis,
-                    backoff_factor});
+                    backoff_factor,
+                    max_scale,
+                    window_lag,
+                    tolerance,
+                    raise_at_floor,
+                    error_scale,
+                    float32_scale,
+                    float32_factors});
           },
           nb::arg("init_scale") = Options{}.init_scale,
           nb::arg("scale_factor") = Options{}.scale_factor,
@@ -167,7 +187,14 @@ void bind_loss_scaler(nb::module_& m) {
           nb::arg("min_scale") = Options{}.min_scale,
           nb::arg("delayed_shift") = Options{}.delayed_shift,
           nb::arg("consecutive_hysteresis") = Options{}.consecutive_hysteresis,
-          nb::arg("backoff_factor") = Options{}.backoff_factor)
+          nb::arg("backoff_factor") = Options{}.backoff_factor,
+          nb::arg("max_scale") = Options{}.max_scale,
+          nb::arg("window_lag") = Options{}.window_lag,
+          nb::arg("tolerance") = Options{}.tolerance,
+          nb::arg("raise_at_floor") = Options{}.raise_at_floor,
+          nb::arg("error_scale") = Options{}.error_scale,
+          nb::arg("float32_scale") = Options{}.float32_scale,
+          nb::arg("float32_factors") = Options{}.float32_factors)
       .def_prop_rw(
           "cur_iter",
           state_getter<&State::cur_iter>(),
@@ -183,6 +210,17 @@ void bind_loss_scaler(nb::module_& m) {
           state_getter<&State::cur_hysteresis>(),
           state_setter<&State::cur_hysteresis>(),
           "Overflows until the next backoff, 1 being the next one.")
+      .def_prop_rw(
+          "last_rescale_iter",
+          state_getter<&State::last_rescale_iter>(),
+          state_setter<&State::last_rescale_iter>(),
+          "The iteration in which the scale was moved last; -1 before the "
+          "first.")
+      .def_prop_rw(
+          "overflows_since_rescale",
+          state_getter<&State::overflows_since_rescale>(),
+          state_setter<&State::overflows_since_rescale>(),
+          "Overflows since the scale was lowered last.")
       .def_prop_rw(
           "scale_factor",
           option_getter<&Options::scale_factor>(),
@@ -213,7 +251,80 @@ void bind_loss_scaler(nb::module_& m) {
           "backoff_factor",
           option_getter<&Options::backoff_factor>(),
           option_setter<&Options::backoff_factor>(),
-          "What backoff multiplies by; 0 to divide by scale_factor.");
+          "What backoff multiplies by; 0 to divide by scale_factor.")
+      .def_prop_rw(
+          "max_scale",
+          option_getter<&Options::max_scale>(),
+          option_setter<&Options::max_scale>(),
+          "Growth never goes beyond it.")
+      .def_prop_rw(
+          "window_lag",
+          option_getter<&Options::window_lag>(),
+          option_setter<&Options::window_lag>(),
+          "Clean iterations by which a growth comes later.")
+      .def_prop_rw(
+          "tolerance",
+          option_getter<&Options::tolerance>(),
+          option_setter<&Options::tolerance>(),
+          "The share of overflows below which the scale is not lowered.")
+      .def_prop_rw(
+          "raise_at_floor",
+          option_getter<&Options::raise_at_floor>(),
+          option_setter<&Options::raise_at_floor>(),
+          "Whether an overflow at min_scale is a LossScaleError.")
+      .def_prop_rw(
+          "error_scale",
+          option_getter<&Options::error_scale>(),
+          option_setter<&Options::error_scale>(),
+          "To lower the scale to it or below is a LossScaleError; 0 for none.")
+      .def_prop_ro(
+          "float32_scale",
+          option_getter<&Options::float32_scale>(),
+          "Whether the scale is rounded to float32.")
+      .def_prop_ro(
+          "float32_factors",
+          option_getter<&Options::float32_factors>(),
+          "Whether the factors are rounded to float32.")
+      .def_static(
+          "_names",
+          [] {
+            std::vector<std::string> options;
+            std::vector<std::string> counters;
+            const Options rule;
+            const State state{rule.init_scale, 0, -1, 1};
+            for_each_option(rule, [&](const char* name, const auto&) {
+              options.emplace_back(name);
+            });
+            for_each_counter(state, [&](const char* name, const auto&) {
+              counters.emplace_back(name);
+            });
+            return std::pair(options, counters);
+          },
+          "Returns the names of the rule's numbers and of the counters.");
+  m.def(
+      "scale_policy",
+      [](const std::string& name, const ScalePolicyParameters& parameters) {
+        const auto rule = scale_policy(name, parameters);
+        nb::dict options;
+        options["init_scale"] = rule.init_scale;
+        for_each_option(rule, [&](const char* option, const auto& value) {
+          options[option] = value;
+        });
+        return options;
+      },
+      nb::arg("name"),
+      nb::arg("parameters"),
+      "Returns the arguments of DynamicLossScaler that make it follow the rule "
+      "of another project.");
+  m.def(
+      "scale_policy_names",
+      &scale_policy_names,
+      "Returns the names of the policies.");
+  m.def(
+      "scale_policy_parameters",
+      &scale_policy_parameters,
+      nb::arg("name"),
+      "Returns the names of a policy's parameters.");
 }
 
 } // namespace fp16core::bindings

@@ -25,6 +25,7 @@ NB_MODULE(_core, m) {
       "An overflow that lowering the loss scale cannot cure.";
   bind_loss_scaler(m);
   bind_gradient_report(m);
+  bind_tensor_lists(m);
   bind_update_rule(m);
   bind_optimizer_core(m);
   bind_build(m);

@@ -1,5 +1,6 @@
 #include "python_tensor.h"
 
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -22,6 +23,13 @@ PyObject* object_of(const at::Tensor& tensor) noexcept {
     PyErr_SetString(PyExc_RuntimeError, "fp16core: cannot wrap a tensor");
     return nullptr;
   }
+}
+
+std::optional<c10::ScalarType> dtype_in(PyObject* object) noexcept {
+  if (!THPDtype_Check(object)) {
+    return std::nullopt;
+  }
+  return reinterpret_cast<THPDtype*>(object)->scalar_type;
 }
 
 void set_python_error(const std::exception_ptr& error) {

@@ -1,4 +1,5 @@
-// The nanobind caster for at::Tensor, included by every binding file.
+// The nanobind casters for at::Tensor and its dtype, included by every binding
+// file.
 
 #pragma once
 
@@ -31,6 +32,18 @@ struct type_caster<at::Tensor> {
       cleanup_list*) noexcept {
     return tensor.defined() ? handle(fp16core::bindings::object_of(tensor))
                             : none().release();
+  }
+};
+
+/// Takes a torch.dtype.
+template <>
+struct type_caster<c10::ScalarType> {
+  NB_TYPE_CASTER(c10::ScalarType, const_name("torch.dtype"))
+
+  bool from_python(handle source, uint8_t, cleanup_list*) noexcept {
+    const auto dtype = fp16core::bindings::dtype_in(source.ptr());
+    value = dtype.value_or(c10::ScalarType::Undefined);
+    return dtype.has_value();
   }
 };
 

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <iostream>
 #include <mutex>
+#include <type_traits>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -100,13 +101,13 @@ std::shared_ptr<LossScaler> make_scaler(const FP16OptimizerOptions& options) {
     return std::make_shared<LossScaler>(options.static_loss_scale());
   }
   return std::make_shared<DynamicLossScaler>(DynamicLossScalerOptions{
-      options.init_scale(),
-      options.scale_factor(),
-      options.scale_window(),
-      options.min_scale(),
-      options.delayed_shift(),
-      options.consecutive_hysteresis(),
-      options.backoff_factor()});
+      .init_scale = options.init_scale(),
+      .scale_factor = options.scale_factor(),
+      .scale_window = options.scale_window(),
+      .min_scale = options.min_scale(),
+      .delayed_shift = options.delayed_shift(),
+      .consecutive_hysteresis = options.consecutive_hysteresis(),
+      .backoff_factor = options.backoff_factor()});
 }
 
 // Returns what insists on an update rule, as the rule of an error; "" if
@@ -130,6 +131,34 @@ std::string insistence(const FP16OptimizerOptions& options) {
 std::string no_rule(const Optimizer& optimizer) {
   return detail::class_name(typeid(optimizer)) +
       ", for which the core has no update rule";
+}
+
+// Reads a number of a loss scaler. Those that came later than the others may be
+// missing: what they say was the only way then.
+template <typename Number>
+void read_number(
+    const detail::DictReader& state,
+    const std::string& name,
+    Number& number) {
+  static const std::unordered_set<std::string> always = {
+      "cur_iter",
+      "last_overflow_iter",
+      "cur_hysteresis",
+      "scale_factor",
+      "scale_window",
+      "min_scale",
+      "delayed_shift",
+      "consecutive_hysteresis"};
+  if (!state.has(name) && !always.contains(name)) {
+    return;
+  }
+  if constexpr (std::is_same_v<Number, bool>) {
+    number = state.boolean(name);
+  } else if constexpr (std::is_same_v<Number, double>) {
+    number = state.number(name);
+  } else {
+    number = state.integer(name);
+  }
 }
 
 // Returns the items of a list of tensors, or of integers, in a list `key`.
@@ -562,18 +591,13 @@ StateDict FP16Optimizer::Impl::scaler_state() const {
   } else if (typeid(scaler) == typeid(DynamicLossScaler)) {
     const auto& dynamic = static_cast<const DynamicLossScaler&>(scaler);
     const auto now = dynamic.state();
-    const auto& rule = dynamic.options();
-    state.insert("kind", "dynamic");
-    state.insert("cur_scale", now.cur_scale);
-    state.insert("cur_iter", now.cur_iter);
-    state.insert("last_overflow_iter", now.last_overflow_iter);
-    state.insert("cur_hysteresis", now.cur_hysteresis);
-    state.insert("scale_factor", rule.scale_factor);
-    state.insert("scale_window", rule.scale_window);
-    state.insert("min_scale", rule.min_scale);
-    state.insert("delayed_shift", rule.delayed_shift);
-    state.insert("consecutive_hysteresis", rule.consecutive_hysteresis);
-    state.insert("backoff_factor", rule.backoff_factor);
+    const auto insert = [&](const char* name, const auto& value) {
+      state.insert(name, value);
+    };
+    insert("kind", "dynamic");
+    insert("cur_scale", now.cur_scale);
+    for_each_counter(now, insert);
+    for_each_option(dynamic.options(), insert);
   } else {
     state.insert("kind", "other");
     state.insert("cur_scale", scaler.loss_scale());
@@ -592,22 +616,16 @@ std::shared_ptr<LossScaler> FP16Optimizer::Impl::read_scaler(
       return std::make_shared<LossScaler>(state.number("cur_scale"));
     }
     if (kind == "dynamic") {
-      const double scale = state.number("cur_scale");
-      auto scaler =
-          std::make_shared<DynamicLossScaler>(DynamicLossScalerOptions{
-              scale,
-              state.number("scale_factor"),
-              state.number("scale_window"),
-              state.number("min_scale"),
-              state.integer("delayed_shift"),
-              state.boolean("consecutive_hysteresis"),
-              state.has("backoff_factor") ? state.number("backoff_factor")
-                                          : 0.0});
-      scaler->set_state(
-          {scale,
-           state.integer("cur_iter"),
-           state.integer("last_overflow_iter"),
-           state.integer("cur_hysteresis")});
+      DynamicLossScalerOptions rule;
+      rule.init_scale = state.number("cur_scale");
+      DynamicLossScaleState now{rule.init_scale, 0, -1, 1};
+      const auto read = [&](const char* name, auto& value) {
+        read_number(state, name, value);
+      };
+      for_each_option(rule, read);
+      for_each_counter(now, read);
+      auto scaler = std::make_shared<DynamicLossScaler>(rule);
+      scaler->set_state(now);
       if (!core.options().check_overflow) {
         state.refuse(
             "kind",

@@ -44,6 +44,22 @@ void check(const DynamicLossScalerOptions& options) {
       options.backoff_factor >= 0.0 && options.backoff_factor < 1.0,
       "DynamicLossScaler: backoff_factor must be between 0 and 1",
       options.backoff_factor);
+  check(
+      options.max_scale >= options.min_scale,
+      "DynamicLossScaler: max_scale must be at least min_scale",
+      options.max_scale);
+  check(
+      options.window_lag >= 0,
+      "DynamicLossScaler: window_lag must be at least 0",
+      static_cast<double>(options.window_lag));
+  check(
+      options.tolerance >= 0.0 && options.tolerance <= 1.0,
+      "DynamicLossScaler: tolerance must be between 0 and 1",
+      options.tolerance);
+  check(
+      std::isfinite(options.error_scale) && options.error_scale >= 0.0,
+      "DynamicLossScaler: error_scale must be finite and at least 0",
+      options.error_scale);
 }
 
 } // namespace
@@ -65,8 +81,13 @@ void LossScaler::update_scale(bool /*overflow*/) {}
 
 DynamicLossScaler::DynamicLossScaler(const DynamicLossScalerOptions& options)
     : options_(options),
-      state_{options.init_scale, 0, -1, options.delayed_shift} {
+      state_{
+          detail::rounded_scale(options, options.init_scale),
+          0,
+          -1,
+          options.delayed_shift} {
   check(options);
+  check_scale("DynamicLossScaler: init_scale", state_.cur_scale);
 }
 
 DynamicLossScaler::~DynamicLossScaler() = default;
@@ -99,24 +120,33 @@ void DynamicLossScaler::set_storage(std::shared_ptr<LossScaleStorage> storage) {
 }
 
 void DynamicLossScaler::set_loss_scale(double scale) {
-  check_scale("DynamicLossScaler.loss_scale:", scale);
   auto state = this->state();
-  state.cur_scale = scale;
+  state.cur_scale = detail::rounded_scale(options_, scale);
+  check_scale("DynamicLossScaler.loss_scale:", scale);
+  check_scale("DynamicLossScaler.loss_scale:", state.cur_scale);
   put(state);
 }
 
 void DynamicLossScaler::update_scale(bool overflow) {
   auto state = this->state();
-  detail::update_loss_scale(options_, state, overflow);
+  if (!detail::update_loss_scale(options_, state, overflow)) {
+    throw LossScaleError(
+        "DynamicLossScaler.update_scale: an overflow must not lower the loss "
+        "scale " +
+        (options_.raise_at_floor && state.cur_scale == options_.min_scale
+             ? "at its floor"
+             : "to " + detail::number(options_.error_scale) + " or below") +
+        ", but got one at " + detail::number(state.cur_scale));
+  }
   put(state);
 }
 
 bool DynamicLossScaler::at_floor() const {
-  return state().cur_scale <= options_.min_scale;
+  return detail::at_floor(options_, state().cur_scale);
 }
 
 std::int64_t DynamicLossScaler::overflows_tolerated() const {
-  return options_.delayed_shift == 1 ? 0 : state().cur_hysteresis - 1;
+  return detail::overflows_tolerated(options_, state());
 }
 
 void DynamicLossScaler::set_options(const DynamicLossScalerOptions& options) {

@@ -22,9 +22,12 @@ std::optional<detail::ScaleRule> rule_of(const LossScaler& scaler) {
     return detail::ScaleRule{};
   }
   if (typeid(scaler) == typeid(DynamicLossScaler)) {
-    return detail::ScaleRule{
-        static_cast<const DynamicLossScaler&>(scaler).options(),
-        true};
+    const auto& options =
+        static_cast<const DynamicLossScaler&>(scaler).options();
+    // A device cannot raise an error.
+    if (!detail::may_raise(options)) {
+      return detail::ScaleRule{options, true};
+    }
   }
   return std::nullopt;
 }
@@ -307,8 +310,10 @@ void OptimizerCore::tell_scale(
   if (after != before) {
     text += "loss scale " + change;
   } else if (dynamic && !at_floor) {
-    text += "tolerated: loss scale stays at " + detail::number(after) +
-        ", and so it will for " + std::to_string(tolerated) + " more";
+    text += "tolerated: loss scale stays at " + detail::number(after);
+    if (tolerated >= 0) {
+      text += ", and so it will for " + std::to_string(tolerated) + " more";
+    }
   } else {
     return; // told once a streak, where skips are counted
   }

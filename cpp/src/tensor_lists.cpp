@@ -12,6 +12,7 @@
 #include <set>
 #include <stdexcept>
 #include <tuple>
+#include <utility>
 
 namespace fp16core {
 
@@ -384,34 +385,41 @@ std::vector<at::Tensor> cast(
   return copies;
 }
 
-void copy_(
+namespace {
+
+// Throws unless every source can be written to its target.
+void check_pairs(
+    const char* function,
     const std::vector<at::Tensor>& targets,
     const std::vector<at::Tensor>& sources) {
   TORCH_CHECK_VALUE(
       targets.size() == sources.size(),
-      "copy_: targets and sources must be equally many, but got ",
+      function,
+      ": targets and sources must be equally many, but got ",
       targets.size(),
       " and ",
       sources.size());
-  const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < targets.size(); ++i) {
     const auto& target = targets[i];
     const auto& source = sources[i];
     TORCH_CHECK_VALUE(
         target.defined() == source.defined(),
-        "copy_: targets and sources must be undefined at the same places, but "
-        "got an undefined ",
+        function,
+        ": targets and sources must be undefined at the same places, but got "
+        "an "
+        "undefined ",
         target.defined() ? "source" : "target",
         " at index ",
         i);
     if (!target.defined()) {
       continue;
     }
-    check_target("copy_", "targets", target);
-    check_tensor("copy_", "sources", source);
+    check_target(function, "targets", target);
+    check_tensor(function, "sources", source);
     TORCH_CHECK_VALUE(
         target.sizes() == source.sizes(),
-        "copy_: targets and sources must have the same shapes, but got ",
+        function,
+        ": targets and sources must have the same shapes, but got ",
         target.sizes(),
         " and ",
         source.sizes(),
@@ -419,7 +427,134 @@ void copy_(
         i);
     at::assert_no_partial_overlap(target, source);
   }
+}
+
+} // namespace
+
+void copy_(
+    const std::vector<at::Tensor>& targets,
+    const std::vector<at::Tensor>& sources) {
+  const at::NoGradGuard no_grad;
+  check_pairs("copy_", targets, sources);
   write(targets, sources);
+}
+
+bool scaled_copy_(
+    const std::vector<at::Tensor>& targets,
+    const std::vector<at::Tensor>& sources,
+    double factor) {
+  if (std::isnan(factor)) {
+    throw std::invalid_argument(
+        "scaled_copy_: factor must be a number, but got nan");
+  }
+  const at::NoGradGuard no_grad;
+  check_pairs("scaled_copy_", targets, sources);
+  detail::Staging staging;
+  Work all;
+  // What the kernel cannot write in place is made beside it first.
+  std::vector<at::Tensor> rounded;
+  std::vector<at::Tensor> products;
+  for (std::size_t i = 0; i < targets.size(); ++i) {
+    const auto& target = targets[i];
+    if (!target.defined()) {
+      continue;
+    }
+    const bool wide = target.scalar_type() == at::kDouble &&
+        sources[i].scalar_type() == at::kDouble;
+    const auto type = wide ? at::kDouble : at::kFloat;
+    at::Tensor product = target;
+    if (target.scalar_type() != type ||
+        !target.is_non_overlapping_and_dense() || target.is_neg()) {
+      product = detail::empty_dense_like(target, type);
+      rounded.push_back(target);
+      products.push_back(product);
+    } else {
+      detail::bump_version(target);
+    }
+    auto item = measured(staging.readable(sources[i].resolve_neg(), product));
+    item.destination = product.data_ptr();
+    item.destination_type = type;
+    item.unscale = true;
+    all.on(product.device()).gradients.push_back(item);
+  }
+  bool overflow = false;
+  for (auto& work : all) {
+    work.kernels->take_gradients(work.gradients, {factor, nullptr});
+  }
+  for (auto& work : all) {
+    overflow |= work.kernels->read_totals().found_inf != 0.0F;
+  }
+  write(rounded, products);
+  return overflow;
+}
+
+void axpby_(
+    const std::vector<at::Tensor>& targets,
+    double a,
+    const std::vector<at::Tensor>& x,
+    double b,
+    const std::vector<at::Tensor>& y) {
+  const at::NoGradGuard no_grad;
+  check_pairs("axpby_", targets, x);
+  check_pairs("axpby_", targets, y);
+  for (std::size_t i = 0; i < targets.size(); ++i) {
+    if (targets[i].defined()) {
+      const bool wide = x[i].scalar_type() == at::kDouble ||
+          y[i].scalar_type() == at::kDouble;
+      const auto type = wide ? at::kDouble : at::kFloat;
+      targets[i].copy_(x[i].to(type) * a + y[i].to(type) * b);
+    }
+  }
+}
+
+TensorNorms norms(const std::vector<at::Tensor>& tensors, double factor) {
+  const at::NoGradGuard no_grad;
+  for (const auto& tensor : tensors) {
+    if (tensor.defined()) {
+      check_tensor("norms", "tensors", tensor);
+    }
+  }
+  detail::Staging staging;
+  Work all;
+  std::vector<std::pair<DeviceWork*, std::size_t>> places;
+  auto options = at::TensorOptions(at::kFloat);
+  for (const auto& tensor : tensors) {
+    if (tensor.defined()) {
+      all.on(tensor.device());
+    }
+  }
+  for (const auto& tensor : tensors) {
+    if (!tensor.defined()) {
+      places.emplace_back(nullptr, 0);
+      continue;
+    }
+    auto& work = all.on(tensor.device());
+    if (&work == &*all.begin()) {
+      options = options.device(tensor.device());
+    }
+    places.emplace_back(&work, work.gradients.size());
+    auto item = measured(
+        tensor.is_non_overlapping_and_dense()
+            ? tensor
+            : staging.readable(tensor, contiguous_like(tensor)));
+    item.unscale = factor != 1.0;
+    work.gradients.push_back(item);
+  }
+  for (auto& work : all) {
+    work.kernels->take_gradients(work.gradients, {factor, nullptr});
+  }
+  std::vector<float> each;
+  double sum_of_squares = 0.0;
+  for (const auto& [work, index] : places) {
+    const double sum = work == nullptr
+        ? 0.0
+        : work->kernels->gradient_stats()[index].sum_of_squares;
+    sum_of_squares += sum;
+    each.push_back(static_cast<float>(std::sqrt(sum)));
+  }
+  return {
+      at::full({1}, static_cast<float>(std::sqrt(sum_of_squares)), options),
+      at::tensor(each).to(options.device())};
 }
 
 } // namespace fp16core

@@ -22,7 +22,11 @@ from fp16core._inner_optimizer import (
     tell_schedulers,
 )
 from fp16core._update_rule import find_rule, has_hooks, step_by_rule
-from fp16core.loss_scaler import DynamicLossScaler, LossScaler
+from fp16core.loss_scaler import (
+    DynamicLossScaler,
+    LossScaler,
+    scaler_from_arguments,
+)
 
 logger = logging.getLogger("fp16core")
 
@@ -84,7 +88,8 @@ class FP16_Optimizer(torch.optim.Optimizer):
             It is changed in place: the masters go into its groups.
         static_loss_scale: the scale, unless ``dynamic_loss_scale`` is set.
         dynamic_loss_scale: whether the scale follows the overflows.
-        dynamic_loss_args: keyword arguments of :class:`DynamicLossScaler`.
+        dynamic_loss_args: keyword arguments of :class:`DynamicLossScaler`, or with
+            ``"policy"`` among them, of :meth:`DynamicLossScaler.preset`.
         verbose: whether to print what is ingested.
         check_overflow: whether inf and NaN skip the step. Off (with a static scale
             only), they reach the wrapped optimizer.
@@ -142,7 +147,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
                 raise ValueError(f"FP16_Optimizer: {insistence}, but got {found}")
         scaler: LossScaler | DynamicLossScaler
         if dynamic_loss_scale:
-            scaler = DynamicLossScaler(**(dynamic_loss_args or {}))
+            scaler = scaler_from_arguments(dynamic_loss_args)
         elif static_loss_scale is None:
             raise TypeError(
                 "FP16_Optimizer: static_loss_scale must be a number "

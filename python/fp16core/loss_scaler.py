@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -86,10 +87,27 @@ class DynamicLossScaler(_TensorMethods, _core.DynamicLossScaler):
             tolerance; otherwise only a growth does.
         backoff_factor: what an overflow multiplies the scale by, between 0 and 1;
             0 to divide it by ``scale_factor``.
+        max_scale: the ceiling of a growth.
+        window_lag: clean iterations by which every growth comes later.
+        tolerance: an overflow lowers the scale only where the overflows since it
+            was lowered last are at least this share of the iterations since it was
+            moved last; between 0 and 1.
+        raise_at_floor: whether an overflow that would lower a scale which is at
+            ``min_scale`` raises :class:`LossScaleError`.
+        error_scale: an overflow that would lower the scale to it or below raises
+            :class:`LossScaleError`; 0 for no such scale.
+        float32_scale: whether the scale is rounded to float32.
+        float32_factors: whether the factors are rounded to float32 first.
 
-    Arguments that make no sense raise a ValueError that names them. All of them,
-    and ``cur_scale``, ``cur_iter``, ``last_overflow_iter`` and ``cur_hysteresis``,
-    are attributes that can be read and set.
+    :meth:`preset` has the rules of other projects. Arguments that make no sense
+    raise a ValueError that names them. All of them are attributes, and so are
+    ``cur_scale`` and the counters ``cur_iter``, ``last_overflow_iter``,
+    ``cur_hysteresis``, ``last_rescale_iter`` and ``overflows_since_rescale``. They
+    can be read and set, the two of float32 apart.
+
+    Several optimizers may share a scaler: pass it as ``loss_scaler`` to each. Every
+    step of every one of them counts as an iteration: whoever steps updates the
+    scale, and an overflow of one lowers it for all.
     """
 
     def __init__(
@@ -102,6 +120,13 @@ class DynamicLossScaler(_TensorMethods, _core.DynamicLossScaler):
         consecutive_hysteresis: bool = False,
         *,
         backoff_factor: float = 0.0,
+        max_scale: float = math.inf,
+        window_lag: int = 0,
+        tolerance: float = 0.0,
+        raise_at_floor: bool = False,
+        error_scale: float = 0.0,
+        float32_scale: bool = False,
+        float32_factors: bool = False,
     ) -> None:
         _core.DynamicLossScaler.__init__(
             self,
@@ -112,7 +137,44 @@ class DynamicLossScaler(_TensorMethods, _core.DynamicLossScaler):
             delayed_shift,
             consecutive_hysteresis,
             backoff_factor,
+            max_scale,
+            window_lag,
+            tolerance,
+            raise_at_floor,
+            error_scale,
+            float32_scale,
+            float32_factors,
         )
+
+    @classmethod
+    def preset(cls, name: str, **parameters: float | None) -> Self:
+        """Make a scaler that follows the rule of another project.
+
+        Its scales are those of the project bit for bit, save where it would lose
+        the scale for good: where the project has no floor this one stops at 2^-126,
+        and a growth that is not finite is left out. Where the project raises, this
+        raises :class:`LossScaleError`.
+
+        Args:
+            name: "apex" (``apex.fp16_utils``), "apex_amp", "apex_hysteresis_kernel",
+                "megatron_v1" (its ``fp16`` package), "megatron_core", "deepspeed"
+                (its loss scaler), "deepspeed_fp16_optimizer" (the rule of its
+                optimizer), "torch" (``torch.amp.GradScaler``), "colossalai",
+                "fairseq", "keras" or "jmp".
+            parameters: under the project's own names; its defaults for the others.
+
+        Raises:
+            ValueError: for another name, and for values that make no sense.
+            TypeError: for parameters that the project does not have.
+        """
+        known = _core.scale_policy_parameters(name)
+        unknown = [parameter for parameter in parameters if parameter not in known]
+        if unknown:
+            raise TypeError(
+                f"DynamicLossScaler.preset: parameters of {name} must be among "
+                f"{', '.join(known)}, but got {', '.join(unknown)}"
+            )
+        return cls(**_core.scale_policy(name, parameters))
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
         """Return whether any gradient of ``params`` holds inf or NaN."""
@@ -125,26 +187,40 @@ class DynamicLossScaler(_TensorMethods, _core.DynamicLossScaler):
         return _restore, (type(self), scaler_state(self)), self.__dict__
 
     def __repr__(self) -> str:
-        backoff = f", backoff_factor={self.backoff_factor:g}"
-        return (
-            f"{type(self).__name__}(cur_scale={self.cur_scale:g}, "
-            f"scale_factor={self.scale_factor:g}, "
-            f"scale_window={self.scale_window:g}, min_scale={self.min_scale:g}, "
-            f"delayed_shift={self.delayed_shift}, "
-            f"consecutive_hysteresis={self.consecutive_hysteresis}"
-            f"{backoff if self.backoff_factor else ''})"
+        options = {"cur_scale": self.cur_scale}
+        for option in _OPTIONS:
+            value = getattr(self, option)
+            if option in _ORIGINAL_OPTIONS or value != _DEFAULTS[option]:
+                options[option] = value
+        text = ", ".join(
+            f"{option}={value:g}" if isinstance(value, float) else f"{option}={value}"
+            for option, value in options.items()
         )
+        return f"{type(self).__name__}({text})"
 
 
-_OPTIONS = (
+_OPTIONS, _COUNTERS = _core.DynamicLossScaler._names()
+_ORIGINAL_OPTIONS = (
     "scale_factor",
     "scale_window",
     "min_scale",
     "delayed_shift",
     "consecutive_hysteresis",
-    "backoff_factor",
 )
-_COUNTERS = ("cur_iter", "last_overflow_iter", "cur_hysteresis")
+_ORIGINAL_COUNTERS = ("cur_iter", "last_overflow_iter", "cur_hysteresis")
+# Of what checkpoints may lack, because it came later.
+_DEFAULTS = {
+    name: getattr(_core.DynamicLossScaler(), name) for name in (*_OPTIONS, *_COUNTERS)
+}
+
+
+def scaler_from_arguments(arguments: dict[str, Any] | None) -> DynamicLossScaler:
+    """Make the scaler that ``dynamic_loss_args`` asks for."""
+    options = dict(arguments or {})
+    policy = options.pop("policy", None)
+    if policy is None:
+        return DynamicLossScaler(**options)
+    return DynamicLossScaler.preset(policy, **options)
 
 
 def scaler_state(scaler: Any) -> dict[str, Any]:
@@ -164,13 +240,17 @@ def scaler_state(scaler: Any) -> dict[str, Any]:
 
 
 def _restore(kind: type[DynamicLossScaler], state: dict[str, Any]) -> DynamicLossScaler:
-    # Checkpoints of the first days have no backoff_factor.
-    options = {"backoff_factor": 0.0, **state}
+    missing = [
+        name for name in (*_ORIGINAL_OPTIONS, *_ORIGINAL_COUNTERS) if name not in state
+    ]
+    if missing:
+        raise KeyError(missing[0])
+    numbers = {**_DEFAULTS, **state}
     scaler = kind(
-        init_scale=state["cur_scale"], **{name: options[name] for name in _OPTIONS}
+        init_scale=state["cur_scale"], **{name: numbers[name] for name in _OPTIONS}
     )
     for name in _COUNTERS:
-        setattr(scaler, name, state[name])
+        setattr(scaler, name, numbers[name])
     return scaler
 
 

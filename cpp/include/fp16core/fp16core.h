@@ -11,6 +11,8 @@
 #include <fp16core/loss_scaler.h>
 #include <fp16core/master_weights.h>
 #include <fp16core/optimizer_core.h>
+#include <fp16core/scale_on_tensors.h>
+#include <fp16core/scale_policies.h>
 #include <fp16core/state_dict.h>
 #include <fp16core/tensor_lists.h>
 #include <fp16core/update_rule.h>

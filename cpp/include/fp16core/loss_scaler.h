@@ -5,6 +5,7 @@
 #include <fp16core/api.h>
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -54,7 +55,7 @@ class FP16CORE_API LossScaler {
   virtual bool at_floor() const { return true; }
 
   /// Returns how many overflows in a row the scaler would still tolerate
-  /// before it lowers the scale.
+  /// before it lowers the scale; -1 where that is not a matter of counting.
   virtual std::int64_t overflows_tolerated() const { return 0; }
 
  protected:
@@ -63,9 +64,10 @@ class FP16CORE_API LossScaler {
 };
 
 /// The rule of a dynamic loss scale: constants, under the names that NVIDIA's
-/// original gave them.
+/// original gave them where it had them.
 ///
 /// The defaults are those of NVIDIA's and Megatron-LM's `DynamicLossScaler`.
+/// scale_policies.h has the rules of other projects.
 struct DynamicLossScalerOptions {
   /// The scale at the start.
   double init_scale = 4294967296.0;
@@ -86,6 +88,25 @@ struct DynamicLossScalerOptions {
   /// What backoff multiplies by, between 0 and 1, as torch.amp.GradScaler has
   /// it; 0 to divide by `scale_factor`.
   double backoff_factor = 0.0;
+  /// Growth never goes beyond it. May be infinite.
+  double max_scale = std::numeric_limits<double>::infinity();
+  /// Clean iterations by which every growth after an overflow comes later, as
+  /// DeepSpeed's does by 1. At least 0.
+  std::int64_t window_lag = 0;
+  /// An overflow lowers the scale only where the overflows since it was lowered
+  /// last are at least this share of the iterations since it was moved last, as
+  /// in fairseq. Between 0 and 1.
+  double tolerance = 0.0;
+  /// Whether an overflow that would lower a scale which is at `min_scale` is a
+  /// LossScaleError.
+  bool raise_at_floor = false;
+  /// Whether an overflow that would lower the scale to this value or below is a
+  /// LossScaleError; 0 for no such value.
+  double error_scale = 0.0;
+  /// Whether the scale is rounded to float32, in which many projects keep it.
+  bool float32_scale = false;
+  /// Whether the factors are rounded to float32 before they are used.
+  bool float32_factors = false;
 };
 
 /// What a dynamic loss scale remembers between two iterations.
@@ -97,7 +118,40 @@ struct DynamicLossScaleState {
   std::int64_t last_overflow_iter;
   /// Overflows until the next backoff, 1 being the next one.
   std::int64_t cur_hysteresis;
+  /// The iteration in which the scale was moved last; -1 before the first.
+  std::int64_t last_rescale_iter = -1;
+  /// Overflows since the scale was lowered last.
+  std::int64_t overflows_since_rescale = 0;
 };
+
+/// Calls `visit(name, value)` for every constant of a rule but the scale at the
+/// start, under the names that checkpoints and Python have for them.
+template <typename Options, typename Visit>
+void for_each_option(Options& options, const Visit& visit) {
+  visit("scale_factor", options.scale_factor);
+  visit("scale_window", options.scale_window);
+  visit("min_scale", options.min_scale);
+  visit("delayed_shift", options.delayed_shift);
+  visit("consecutive_hysteresis", options.consecutive_hysteresis);
+  visit("backoff_factor", options.backoff_factor);
+  visit("max_scale", options.max_scale);
+  visit("window_lag", options.window_lag);
+  visit("tolerance", options.tolerance);
+  visit("raise_at_floor", options.raise_at_floor);
+  visit("error_scale", options.error_scale);
+  visit("float32_scale", options.float32_scale);
+  visit("float32_factors", options.float32_factors);
+}
+
+/// The same for what a dynamic loss scale remembers beside the scale.
+template <typename State, typename Visit>
+void for_each_counter(State& state, const Visit& visit) {
+  visit("cur_iter", state.cur_iter);
+  visit("last_overflow_iter", state.last_overflow_iter);
+  visit("cur_hysteresis", state.cur_hysteresis);
+  visit("last_rescale_iter", state.last_rescale_iter);
+  visit("overflows_since_rescale", state.overflows_since_rescale);
+}
 
 /// Where the state of a dynamic loss scale is kept while a device advances it,
 /// so that the host need not wait for every iteration.
@@ -114,10 +168,14 @@ class FP16CORE_API LossScaleStorage {
 ///
 /// An overflow spends tolerance or divides the scale by `scale_factor` (or
 /// multiplies it by `backoff_factor`), not below `min_scale`; it restarts the
-/// window. When the number of iterations
-/// since the last overflow is a multiple of `scale_window`, the scale is
-/// multiplied by `scale_factor`, unless the product is not finite. (The state
-/// machine of Megatron-LM's loss scaler, 2019.)
+/// window. When the number of iterations since the last overflow is a multiple
+/// of `scale_window`, the scale is multiplied by `scale_factor`, not beyond
+/// `max_scale`, and not where the product is not finite. (The state machine of
+/// Megatron-LM's loss scaler, 2019; its relatives' differences are options.)
+///
+/// Several optimizers may share a scaler. Each step of each of them is an
+/// iteration then: who steps updates, an overflow of one lowers the scale of
+/// all, and the window counts the steps of all.
 class FP16CORE_API DynamicLossScaler : public LossScaler {
  public:
   /// Throws std::invalid_argument, naming the argument, if one makes no sense.
@@ -131,6 +189,7 @@ class FP16CORE_API DynamicLossScaler : public LossScaler {
   /// where the state has a storage.
   double loss_scale() const override { return state().cur_scale; }
   void set_loss_scale(double scale) override;
+  /// Throws LossScaleError where the rule says so, with nothing changed.
   void update_scale(bool overflow) override;
   bool dynamic() const override { return true; }
   bool at_floor() const override;

@@ -73,4 +73,43 @@ FP16CORE_API void copy_(
     const std::vector<at::Tensor>& targets,
     const std::vector<at::Tensor>& sources);
 
+/// Writes `factor` times `sources` to `targets`, each in its target's dtype,
+/// and returns whether any element of the sources is infinite or NaN;
+/// everything is written all the same.
+///
+/// The product is made in float32 with the float32 rounding of `factor` (in
+/// float64 where the source is) and rounded to the target's dtype. A half
+/// target takes two passes. A target may be its own source. Throws like
+/// `copy_`, and std::invalid_argument for a factor that is NaN, before anything
+/// is changed.
+FP16CORE_API bool scaled_copy_(
+    const std::vector<at::Tensor>& targets,
+    const std::vector<at::Tensor>& sources,
+    double factor);
+
+/// Writes a * x + b * y to `targets`, computed in float32 (in float64 where x
+/// or y is) and rounded to the target's dtype, one tensor after the other.
+/// Throws like `copy_`.
+FP16CORE_API void axpby_(
+    const std::vector<at::Tensor>& targets,
+    double a,
+    const std::vector<at::Tensor>& x,
+    double b,
+    const std::vector<at::Tensor>& y);
+
+/// 2-norms of tensors, in float32 on the device of the first.
+struct TensorNorms {
+  /// Over all elements of all tensors; of shape [1].
+  at::Tensor total;
+  /// Of each tensor, 0 for an undefined one; of shape [n].
+  at::Tensor per_tensor;
+};
+
+/// Returns the 2-norms of `factor` times `tensors`, which are left as they are.
+/// Summed in double where float32 would not do: a norm is infinite only where
+/// an element is, or where it exceeds float32. Throws TypeError for another
+/// dtype and a sparse tensor.
+FP16CORE_API TensorNorms
+norms(const std::vector<at::Tensor>& tensors, double factor = 1.0);
+
 } // namespace fp16core

@@ -33,7 +33,8 @@ struct StepCounts {
   IterationRecord last;
 };
 
-/// A scaler as the device needs it: its rule, where it is one that moves.
+/// A scaler as the device needs it: its rule, where it is one that moves. The
+/// rule must have no error, since a device cannot raise one.
 struct ScaleRule {
   DynamicLossScalerOptions options;
   bool dynamic = false;
@@ -47,20 +48,19 @@ C10_HOST_DEVICE inline void end_iteration(
     DynamicLossScaleState& scale,
     StepCounts& counts) {
   const bool overflow = check_overflow && totals.found_inf != 0.0F;
-  const auto at_floor = [&] {
-    return !rule.dynamic || scale.cur_scale <= rule.options.min_scale;
+  const auto on_floor = [&] {
+    return !rule.dynamic || at_floor(rule.options, scale.cur_scale);
   };
   IterationRecord record;
   record.overflow = overflow;
   record.scale_before = scale.cur_scale;
-  record.at_floor_before = at_floor();
+  record.at_floor_before = on_floor();
   if (rule.dynamic) {
     update_loss_scale(rule.options, scale, overflow);
-    record.overflows_tolerated =
-        rule.options.delayed_shift == 1 ? 0 : scale.cur_hysteresis - 1;
+    record.overflows_tolerated = overflows_tolerated(rule.options, scale);
   }
   record.scale_after = scale.cur_scale;
-  record.at_floor_after = at_floor();
+  record.at_floor_after = on_floor();
   record.first_offender = totals.first_offender;
   record.inf_count = totals.inf_count;
   record.nan_count = totals.nan_count;
