@@ -10,7 +10,7 @@ _check_torch(_torch.__version__, _torch.version.cuda)
 
 from fp16core import optim  # noqa: E402
 from fp16core._build_info import version as __version__  # noqa: E402
-from fp16core._core import GradientReport, LossScaleError  # noqa: E402
+from fp16core._core import GradientReport, LossScaleError, StepRecord  # noqa: E402
 from fp16core.fp16_optimizer import FP16_Optimizer  # noqa: E402
 from fp16core.loss_scaler import DynamicLossScaler, LossScaler  # noqa: E402
 
@@ -20,6 +20,7 @@ __all__ = [
     "GradientReport",
     "LossScaleError",
     "LossScaler",
+    "StepRecord",
     "__version__",
     "optim",
 ]
