@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -21,7 +22,9 @@ from fp16core._inner_optimizer import (
     mark_wrapped,
     tell_schedulers,
 )
+from fp16core._receiver import Receiver
 from fp16core._update_rule import find_rule, has_hooks, step_by_rule
+from fp16core.load_report import LoadReport
 from fp16core.loss_scaler import (
     DynamicLossScaler,
     LossScaler,
@@ -173,6 +176,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         self._insistence = insistence
         # What kept the rule from the last step that it should have run.
         self._obstacle: str | None = None
+        self._load_report: LoadReport | None = None
         for name in (
             "step_pre",
             "step_post",
@@ -659,13 +663,40 @@ class FP16_Optimizer(torch.optim.Optimizer):
                 result = changed
         return result
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
+    def load_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        *,
+        model: torch.nn.Module | None = None,
+        loss_index: int = 0,
+    ) -> None:
+        """Restore what :meth:`state_dict` returned, or what a relative saved.
 
         Masters are copied into the present ones and written to the model, rounded,
         so it does not matter whether the model is loaded before or after. The
-        scaler is replaced by the saved one. A state dict of the wrapped optimizer
-        alone is accepted too: masters and scale then stay as they are.
+        scaler is replaced by the saved one. :attr:`load_report` tells afterwards what
+        was restored.
+
+        The state dicts of these are taken too: FP16_Optimizer of apex.fp16_utils and
+        of Megatron-LM, Megatron-LM 2 and Megatron-Core, DeepSpeed's fp16 optimizers
+        without ZeRO, fairseq, and plain optimizers of ``torch.optim``. So is a whole
+        training checkpoint, a dict with one of them under "optimizer", beside which a
+        scaler may stand: torch.amp.GradScaler's under "scaler", apex.amp's under
+        "amp". :func:`fp16core.load_checkpoint` reads the files.
+
+        The scaler then goes on by the rule of its project, counters included; what
+        of its parameters the project does not save comes from the present scaler.
+        Without masters in it, a whole checkpoint gives its model's weights to them,
+        in fp32 if it has them in fp32, provided that the names of the parameters are
+        known. A state dict of ``torch.optim`` alone leaves masters and scale as they
+        are. Parameters without masters are the model's: load that too.
+
+        Args:
+            state_dict: what was saved.
+            model: the model that is trained, to find its weights in a whole
+                checkpoint. Param groups that were made from ``named_parameters()``
+                have the names without it.
+            loss_index: which scaler of apex.amp, where it had several losses.
 
         Raises:
             ValueError: if the state dict does not fit, with nothing changed.
@@ -676,7 +707,11 @@ class FP16_Optimizer(torch.optim.Optimizer):
                 state_dict = changed
         self._ingest()
         core = self._core
-        saved = _checkpoint.check(state_dict, core, self.optimizer)
+        saved = _checkpoint.check(
+            state_dict, Receiver.of(core, self.optimizer, model, loss_index)
+        )
+        if saved.warning:
+            warnings.warn(saved.warning, stacklevel=2)
         if saved.positions is not None:
             adopt(self.optimizer, core.adopt_at(saved.positions))
         core.adopt_model_writes()
@@ -695,27 +730,22 @@ class FP16_Optimizer(torch.optim.Optimizer):
                 put_back()
                 raise
         self._ingest()
-        if saved.masters is not None and saved.positions is not None:
-            masters = core.master_params()
-            for own, positions, group, indices in zip(
-                masters,
-                core.master_positions(),
-                saved.masters,
-                saved.positions,
-                strict=True,
-            ):
-                given = dict(zip(indices, group, strict=True))
-                own[:] = [
-                    given.get(i, master)
-                    for i, master in zip(positions, own, strict=True)
-                ]
-            core.load_masters(masters)
+        _checkpoint.load_masters(core, saved)
+        if not saved.keeps_run:
             core.overflow = saved.overflow
             core.update_pending = saved.update_pending
             core.first_evaluation = True
-            core.set_step_counts(saved.steps_applied, saved.steps_skipped)
+        if saved.step_counts is not None:
+            core.set_step_counts(*saved.step_counts)
+        self._load_report = saved.report()
         for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             post_hook(self)
+
+    @property
+    def load_report(self) -> LoadReport | None:
+        """What the last :meth:`load_state_dict` restored, and what it did not; None
+        before the first."""
+        return self._load_report
 
     # Names that old scripts and subclasses use.
 
