@@ -151,5 +151,6 @@ def split_flat(
             origin,
         )
     return [
-        piece.view(p.shape) for piece, p in zip(flat.split(sizes), params, strict=True)
+        piece.view(p.shape)
+        for piece, p in zip(torch.split(flat, sizes), params, strict=True)
     ]

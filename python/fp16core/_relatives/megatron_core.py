@@ -42,9 +42,7 @@ def _read(state: Mapping[str, Any], receiver: Receiver) -> Checkpoint:
     expect(saved, dict.fromkeys(names, object), f"{_NAME} with a grad_scaler that")
     parameters, said = scalers.present_parameters(receiver.scaler, _PARAMETERS)
     counters = scalers.clean_run(_NAME, saved["growth_tracker"])
-    left = scalers.count(
-        _NAME, "hysteresis_tracker", saved["hysteresis_tracker"], -(2**31)
-    )
+    left = scalers.count(_NAME, "hysteresis_tracker", saved["hysteresis_tracker"], None)
     # At 0 and below every overflow lowers the scale, as at 1.
     counters["cur_hysteresis"] = max(left, 1)
     result.scaler = scalers.follow(
