@@ -2,8 +2,12 @@
 
 #include "bindings.h"
 
+#include <fp16core/step_record.h>
+
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+
+#include <sstream>
 
 namespace fp16core::bindings {
 
@@ -23,6 +27,10 @@ void bind_gradient_report(nb::module_& m) {
           "saturated",
           &TensorReport::saturated,
           "Whether the last write of the model stored a finite master as inf.")
+      .def_ro(
+          "name",
+          &TensorReport::name,
+          "The parameter's name in the module; empty where nobody has told.")
       .def("__repr__", &GradientReport::describe);
   nb::class_<GradientReport>(
       m,
@@ -43,7 +51,53 @@ void bind_gradient_report(nb::module_& m) {
           "first_offender",
           &GradientReport::first_offender,
           nb::rv_policy::reference_internal,
-          "Returns the first entry with a non-finite element, or None.");
+          "Returns the first entry with a non-finite element, or None.")
+      .def(
+          "culprits",
+          &GradientReport::culprits,
+          "Returns the entries with a non-finite element. Infinite elements "
+          "mean "
+          "that the scale is too high, or the gradient too large at any scale; "
+          "NaN means that something went wrong before: no scale cures it.");
+  nb::class_<StepRecord>(
+      m,
+      "StepRecord",
+      "What one step came to; a step with a closure has one an evaluation.")
+      .def_ro(
+          "step",
+          &StepRecord::step,
+          "Its number among the steps, applied or skipped; the first is 1.")
+      .def_ro(
+          "scale",
+          &StepRecord::scale,
+          "The scale that the gradients were made with.")
+      .def_ro("overflow", &StepRecord::overflow, "Whether it was skipped.")
+      .def_ro(
+          "skipped_in_a_row",
+          &StepRecord::skipped_in_a_row,
+          "How many skipped steps in a row it ended, itself counted; 0 if it "
+          "was "
+          "applied.")
+      .def_ro(
+          "norm",
+          &StepRecord::norm,
+          "2-norm of all unscaled gradients, before clipping.")
+      .def_ro(
+          "culprits",
+          &StepRecord::culprits,
+          "The gradients with an infinite or NaN element; of a step that a "
+          "device decided on the first of them.")
+      .def("__repr__", [](const StepRecord& self) {
+        std::ostringstream text;
+        text << "StepRecord(step=" << self.step << ", scale=" << self.scale
+             << ", overflow=" << (self.overflow ? "True" : "False")
+             << ", norm=" << self.norm;
+        for (const auto& culprit : self.culprits) {
+          text << ", culprit " << GradientReport::describe(culprit);
+        }
+        text << ")";
+        return text.str();
+      });
 }
 
 } // namespace fp16core::bindings

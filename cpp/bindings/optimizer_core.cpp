@@ -3,6 +3,7 @@
 #include "bindings.h"
 #include "rule_view.h"
 
+#include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -153,6 +154,12 @@ void bind_optimizer_core(nb::module_& m) {
       .value("ACCEPT", Evaluation::kAccept)
       .value("REPEAT", Evaluation::kRepeat)
       .value("SKIP", Evaluation::kSkip);
+  nb::enum_<Reduction>(
+      m,
+      "Reduction",
+      "What is made of the numbers of all processes.")
+      .value("SUM", Reduction::kSum)
+      .value("MAX", Reduction::kMax);
   m.def(
       "widen_state",
       &widen_state,
@@ -176,13 +183,17 @@ void bind_optimizer_core(nb::module_& m) {
              bool check_overflow,
              OnMinScale on_min_scale,
              ModelWrites model_writes,
-             bool materialize_gradients) {
+             bool materialize_gradients,
+             const Combine& combine,
+             std::int64_t history_size) {
             new (self) BoundCore(
                 {std::move(owner),
                  check_overflow,
                  on_min_scale,
                  model_writes,
-                 materialize_gradients},
+                 materialize_gradients,
+                 combine,
+                 history_size},
                 loss_scaler);
           },
           nb::arg("owner"),
@@ -190,7 +201,9 @@ void bind_optimizer_core(nb::module_& m) {
           nb::arg("check_overflow"),
           nb::arg("on_min_scale"),
           nb::arg("model_writes"),
-          nb::arg("materialize_gradients"))
+          nb::arg("materialize_gradients"),
+          nb::arg("combine").none() = nb::none(),
+          nb::arg("history_size") = OptimizerCoreOptions{}.history_size)
       .def_prop_rw(
           "loss_scaler",
           &BoundCore::scaler,
@@ -224,15 +237,18 @@ void bind_optimizer_core(nb::module_& m) {
           nb::arg("param_groups"),
           nb::arg("first_group") = 0)
       .def(
-          "ingest",
+          "is_current",
           [](OptimizerCore& self, nb::handle param_groups) {
             // Kept for its memory: this runs several times an iteration.
             thread_local std::vector<std::vector<const c10::TensorImpl*>>
                 addresses;
-            if (read_addresses(param_groups, addresses) &&
-                weights(self).is_current(addresses)) {
-              return std::vector<AdoptionTuple>();
-            }
+            return read_addresses(param_groups, addresses) &&
+                weights(self).is_current(addresses);
+          },
+          nb::arg("param_groups"))
+      .def(
+          "ingest",
+          [](OptimizerCore& self, nb::handle param_groups) {
             const auto groups = read_groups(param_groups);
             const nb::gil_scoped_release release;
             return to_tuples(weights(self).ingest(groups));
@@ -244,6 +260,21 @@ void bind_optimizer_core(nb::module_& m) {
             return to_tuples(weights(self).adopt_at(positions));
           },
           nb::arg("positions"))
+      .def(
+          "set_names",
+          [](OptimizerCore& self, std::vector<std::vector<std::string>> names) {
+            weights(self).set_names(std::move(names));
+          },
+          nb::arg("names"))
+      .def(
+          "set_counted",
+          [](OptimizerCore& self, std::vector<std::vector<bool>> counted) {
+            weights(self).set_counted(std::move(counted));
+          },
+          nb::arg("counted"))
+      .def(
+          "parameters",
+          [](OptimizerCore& self) { return weights(self).parameters(); })
       .def(
           "model_params",
           [](OptimizerCore& self) { return weights(self).model_params(); })
@@ -280,6 +311,7 @@ void bind_optimizer_core(nb::module_& m) {
           "update_master_grads",
           &OptimizerCore::update_master_grads,
           Released())
+      .def("fail_update", &OptimizerCore::fail_update, Released())
       .def("copy_gradients", &OptimizerCore::copy_gradients, Released())
       .def(
           "downscale_gradients",
@@ -388,7 +420,13 @@ void bind_optimizer_core(nb::module_& m) {
           &OptimizerCore::set_step_counts,
           nb::arg("applied"),
           nb::arg("skipped"))
-      .def("take_messages", &OptimizerCore::take_messages);
+      .def("take_messages", &OptimizerCore::take_messages)
+      .def("take_skips", &OptimizerCore::take_skips)
+      .def("history", [](const OptimizerCore& self) {
+        return std::vector<StepRecord>(
+            self.history().begin(),
+            self.history().end());
+      });
 }
 
 } // namespace fp16core::bindings

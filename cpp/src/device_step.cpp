@@ -72,10 +72,11 @@ DynamicLossScaleState* DeviceCounts::static_scale(double scale) {
   return static_cast<DynamicLossScaleState*>(static_scale_.mutable_data_ptr());
 }
 
-void DeviceCounts::expect_record(Positions positions) {
+void DeviceCounts::expect_record(std::int64_t step, Positions positions) {
   if (!kernels_->recording()) {
     expected_.push_back(
-        {kernels_->read_later(memory_, sizeof(StepCounts)),
+        {step,
+         kernels_->read_later(memory_, sizeof(StepCounts)),
          std::move(positions)});
   }
 }
@@ -86,7 +87,10 @@ std::vector<PastIteration> DeviceCounts::take_records() {
          expected_.front().counts->ready()) {
     StepCounts counts;
     std::memcpy(&counts, expected_.front().counts->wait(), sizeof(counts));
-    records.push_back({counts.last, std::move(expected_.front().positions)});
+    records.push_back(
+        {expected_.front().step,
+         counts.last,
+         std::move(expected_.front().positions)});
     expected_.pop_front();
   }
   return records;

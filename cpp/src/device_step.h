@@ -51,6 +51,8 @@ using Positions = std::vector<std::pair<std::int64_t, std::int64_t>>;
 
 /// What an iteration came to, once the device has told.
 struct PastIteration {
+  // The number of the step.
+  std::int64_t step = 0;
   IterationRecord record;
   // Of the gradients that the record counts.
   Positions positions;
@@ -72,12 +74,13 @@ class DeviceCounts {
   DynamicLossScaleState* static_scale(double scale);
 
   /// Asks for the record of the iteration that was just ended.
-  void expect_record(Positions positions);
+  void expect_record(std::int64_t step, Positions positions);
   /// Returns the records that have arrived, in order. Never waits.
   std::vector<PastIteration> take_records();
 
  private:
   struct Expected {
+    std::int64_t step;
     std::unique_ptr<LateRead> counts;
     Positions positions;
   };

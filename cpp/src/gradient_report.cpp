@@ -3,6 +3,7 @@
 #include "parameter_text.h"
 
 #include <algorithm>
+#include <iterator>
 #include <sstream>
 
 namespace fp16core {
@@ -10,9 +11,19 @@ namespace fp16core {
 const TensorReport* GradientReport::first_offender() const {
   const auto found =
       std::find_if(tensors.begin(), tensors.end(), [](const TensorReport& t) {
-        return t.inf_count + t.nan_count > 0;
+        return t.overflows();
       });
   return found == tensors.end() ? nullptr : &*found;
+}
+
+std::vector<TensorReport> GradientReport::culprits() const {
+  std::vector<TensorReport> culprits;
+  std::copy_if(
+      tensors.begin(),
+      tensors.end(),
+      std::back_inserter(culprits),
+      [](const TensorReport& t) { return t.overflows(); });
+  return culprits;
 }
 
 std::string GradientReport::describe(const TensorReport& tensor) {
@@ -20,7 +31,8 @@ std::string GradientReport::describe(const TensorReport& tensor) {
   text << detail::describe_parameter(
               tensor.group,
               tensor.index,
-              tensor.parameter)
+              tensor.parameter,
+              tensor.name)
        << ", with " << tensor.inf_count << " inf and " << tensor.nan_count
        << " NaN";
   return text.str();

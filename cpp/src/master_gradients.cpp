@@ -15,7 +15,6 @@ namespace fp16core {
 namespace {
 
 using detail::bump_version;
-using detail::describe_parameter;
 using detail::Factor;
 using detail::gradient_of;
 using detail::is_half;
@@ -88,7 +87,7 @@ void MasterWeights::Impl::check_gradient(
       ".update_master_grads: gradients must be strided or sparse COO, but got ",
       gradient.layout(),
       " for ",
-      describe_parameter(group, index, pair.model));
+      describe(pair, group, index));
   TORCH_CHECK_NOT_IMPLEMENTED(
       materialize_gradients || !pair.master.defined() || !gradient.is_sparse(),
       owner,
@@ -96,7 +95,7 @@ void MasterWeights::Impl::check_gradient(
       "materialize_master_grads=False, but got ",
       gradient.layout(),
       " for ",
-      describe_parameter(group, index, pair.model));
+      describe(pair, group, index));
   TORCH_CHECK_TYPE(
       is_supported(gradient.scalar_type()) &&
           (pair.master.defined() ||
@@ -106,7 +105,7 @@ void MasterWeights::Impl::check_gradient(
       "parameter's dtype where it has no master, but got ",
       detail::dtype_name(gradient.scalar_type()),
       " for ",
-      describe_parameter(group, index, pair.model));
+      describe(pair, group, index));
   check_shape(pair, group, index);
 }
 
@@ -120,7 +119,7 @@ void MasterWeights::Impl::check_shape(
       ": a parameter must keep its shape ",
       pair.master.sizes(),
       ", but got ",
-      describe_parameter(group, index, pair.model));
+      describe(pair, group, index));
 }
 
 // Duplicate rows are summed in fp32, where half sums could overflow.
@@ -346,6 +345,16 @@ void MasterWeights::take_gradients(const DeviceNumber& scale) {
   impl.measured = true;
 }
 
+double MasterWeights::taken_norm() const {
+  double sum_of_squares = 0.0;
+  for (const auto& lists : impl_->devices) {
+    if (lists.took) {
+      sum_of_squares += lists.kernels->read_totals().sum_of_squares;
+    }
+  }
+  return std::sqrt(sum_of_squares);
+}
+
 bool MasterWeights::overflow() const {
   return std::any_of(
       impl_->devices.begin(),
@@ -387,7 +396,7 @@ std::vector<std::pair<std::int64_t, std::int64_t>> MasterWeights::
                           : lists->gradient_positions;
 }
 
-std::optional<at::Tensor> MasterWeights::model_param(
+std::optional<TensorReport> MasterWeights::entry(
     std::int64_t group,
     std::int64_t index) const {
   const auto& groups = impl_->groups;
@@ -395,7 +404,7 @@ std::optional<at::Tensor> MasterWeights::model_param(
       index >= static_cast<std::int64_t>(groups[group].size())) {
     return std::nullopt;
   }
-  return groups[group][index].model;
+  return impl_->entry(groups[group][index], group, index);
 }
 
 at::Tensor MasterWeights::found_inf() const {
@@ -425,7 +434,8 @@ GradientReport MasterWeights::report() const {
            found.nan_count,
            std::sqrt(found.sum_of_squares),
            found.largest,
-           pair.saturated});
+           pair.saturated,
+           impl_->name_of(group, index)});
       report.overflow |= found.inf_count + found.nan_count > 0;
       sum_of_squares += found.sum_of_squares;
       if (std::isnan(found.largest) || found.largest > report.largest) {
@@ -513,9 +523,10 @@ void MasterWeights::Impl::measure(const Use& use) {
   for (auto& lists : measuring) {
     lists.gradients.clear();
   }
-  for_each([&](Pair& pair, std::int64_t, std::int64_t) {
+  for_each([&](Pair& pair, std::int64_t group, std::int64_t index) {
     const auto& gradient = inner_gradient(pair);
-    if (!gradient.defined() || !is_supported(gradient.scalar_type())) {
+    if (!gradient.defined() || !is_supported(gradient.scalar_type()) ||
+        !counts(group, index)) {
       return;
     }
     if (materialize_gradients) {
@@ -541,12 +552,10 @@ struct Norms {
   double sum_of_squares = 0.0;
   double largest = 0.0;
 
-  void add(const std::vector<detail::GradientStats>& stats) {
-    for (const auto& found : stats) {
-      sum_of_squares += found.sum_of_squares;
-      if (std::isnan(found.largest) || found.largest > largest) {
-        largest = found.largest;
-      }
+  void add(const detail::GradientStats& found) {
+    sum_of_squares += found.sum_of_squares;
+    if (std::isnan(found.largest) || found.largest > largest) {
+      largest = found.largest;
     }
   }
 };
@@ -600,20 +609,27 @@ std::optional<MasterWeights::DeviceClip> MasterWeights::clip_on_device(
               at::kDouble))};
 }
 
-double MasterWeights::gradient_norm(double norm_type) {
+double MasterWeights::gradient_norm(double norm_type, const Combine& combine) {
   const at::NoGradGuard no_grad;
   auto& impl = *impl_;
+  const auto combined = [&](double value, Reduction reduction) {
+    // A maximum of NaN and numbers may be either.
+    const bool hidden = reduction == Reduction::kMax && std::isnan(value);
+    return combine ? combine(hidden ? HUGE_VAL : value, reduction) : value;
+  };
   if (norm_type == -HUGE_VAL) {
     double smallest = HUGE_VAL;
-    impl.for_each([&](Pair& pair, std::int64_t, std::int64_t) {
+    impl.for_each([&](Pair& pair, std::int64_t group, std::int64_t index) {
       const auto& gradient = impl.inner_gradient(pair);
-      if (gradient.defined() && gradient.numel() > 0) {
+      if (gradient.defined() && gradient.numel() > 0 &&
+          impl.counts(group, index)) {
         const auto values = impl.lean(pair) ? impl.unscaled_gradient(pair)
                                             : values_of(gradient);
         const auto least = values.abs().min().item<double>();
         smallest = least < smallest || std::isnan(least) ? least : smallest;
       }
     });
+    smallest = -combined(-smallest, Reduction::kMax);
     return std::isinf(smallest) ? 0.0 : smallest;
   }
   if (norm_type != 2.0 && norm_type != HUGE_VAL) {
@@ -621,21 +637,32 @@ double MasterWeights::gradient_norm(double norm_type) {
     impl.measure([&](detail::ListKernels& kernels, const auto& items) {
       sum += kernels.sum_of_powers(items, norm_type);
     });
+    sum = combined(sum, Reduction::kSum);
     return norm_type == 0.0 ? sum : std::pow(sum, 1.0 / norm_type);
   }
   Norms norms;
   if (impl.norm_is_measured()) {
     for (const auto& lists : impl.devices) {
-      norms.add(lists.kernels->gradient_stats());
+      const auto& stats = lists.kernels->gradient_stats();
+      for (std::size_t i = 0; i < lists.gradient_positions.size(); ++i) {
+        const auto& [group, index] = lists.gradient_positions[i];
+        if (impl.counts(group, index)) {
+          norms.add(stats[i]);
+        }
+      }
     }
   } else {
     impl.measured = false;
     impl.measure([&](detail::ListKernels& kernels, const auto& items) {
       kernels.take_gradients(items, {});
-      norms.add(kernels.gradient_stats());
+      for (const auto& found : kernels.gradient_stats()) {
+        norms.add(found);
+      }
     });
   }
-  return norm_type == 2.0 ? std::sqrt(norms.sum_of_squares) : norms.largest;
+  return norm_type == 2.0
+      ? std::sqrt(combined(norms.sum_of_squares, Reduction::kSum))
+      : combined(norms.largest, Reduction::kMax);
 }
 
 void MasterWeights::scale_gradients(const DeviceNumber& factor) {
@@ -793,7 +820,7 @@ std::optional<TensorReport> MasterWeights::lost_gradient() const {
            // Zeros that became zeros are lost by nobody.
            (impl_->took_zeros(pair, group, index) &&
             !gradient.ne(0).any().item<bool>())))) {
-      lost = TensorReport{group, index, pair.model, 0, 0, 0.0, 0.0, false};
+      lost = impl_->entry(pair, group, index);
     }
   });
   return lost;
@@ -811,7 +838,7 @@ std::optional<TensorReport> MasterWeights::waiting_gradient(bool native) const {
     }
     const at::NoGradGuard no_grad;
     if (values_of(gradient).ne(0).any().item<bool>()) {
-      waiting = TensorReport{group, index, pair.model, 0, 0, 0.0, 0.0, false};
+      waiting = impl_->entry(pair, group, index);
     }
   });
   return waiting;

@@ -17,7 +17,6 @@ namespace fp16core {
 namespace {
 
 using detail::bump_version;
-using detail::describe_parameter;
 using detail::describe_tensor;
 using detail::gradient_of;
 
@@ -52,7 +51,7 @@ std::optional<std::string> MasterWeights::Impl::obstacle(
   const auto& weight = *due.parameter;
   const auto& gradient = inner_gradient(pair);
   const auto where = [&](const std::string& what) {
-    return what + describe_parameter(due.group, due.index, pair.model);
+    return what + describe(pair, due.group, due.index);
   };
   const auto unfit = [&](std::string_view name, const at::Tensor* tensor) {
     const std::string what(name);
@@ -142,7 +141,7 @@ std::optional<std::string> MasterWeights::Impl::list_updates(
       const auto index = static_cast<std::int64_t>(i);
       if (lean(pair) && gradient_of(pair.master).defined()) {
         return "a gradient set on the master of " +
-            describe_parameter(group, index, pair.model);
+            describe(pair, group, index);
       }
       if ((pair.master.defined() || pair.native()) &&
           inner_gradient(pair).defined()) {

@@ -68,7 +68,7 @@ void MasterWeights::Impl::check_one(
       owner,
       ": parameters must be plain strided tensors of float16, bfloat16, "
       "float32 or float64, but got ",
-      describe_parameter(group, index, parameter),
+      describe_parameter(group, index, parameter, name_of(group, index)),
       parameter.layout() == at::kStrided ? "" : ", not strided",
       impl->is_python_dispatch() ? ", a subclass with its own dispatch" : "");
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -78,7 +78,7 @@ void MasterWeights::Impl::check_one(
       "kernels for (",
       detail::built_with_cuda() ? "the CPU, or CUDA" : "the CPU",
       "), but got ",
-      describe_parameter(group, index, parameter));
+      describe_parameter(group, index, parameter, name_of(group, index)));
 }
 
 void MasterWeights::check(const ParamGroups& groups, std::int64_t first_group)
@@ -213,6 +213,35 @@ bool MasterWeights::is_current(
       });
 }
 
+const std::string& MasterWeights::Impl::name_of(
+    std::int64_t group,
+    std::int64_t index) const {
+  static const std::string unknown;
+  const auto g = static_cast<std::size_t>(group);
+  const auto i = static_cast<std::size_t>(index);
+  return g < names.size() && i < names[g].size() ? names[g][i] : unknown;
+}
+
+bool MasterWeights::Impl::counts(std::int64_t group, std::int64_t index) const {
+  const auto g = static_cast<std::size_t>(group);
+  const auto i = static_cast<std::size_t>(index);
+  return g >= counted.size() || i >= counted[g].size() || counted[g][i];
+}
+
+void MasterWeights::set_names(std::vector<std::vector<std::string>> names) {
+  impl_->names = std::move(names);
+}
+
+void MasterWeights::set_counted(std::vector<std::vector<bool>> counted) {
+  impl_->counted = std::move(counted);
+}
+
+ParamGroups MasterWeights::parameters() const {
+  return impl_->collect([](const Pair& pair, std::vector<at::Tensor>& group) {
+    group.push_back(pair.model);
+  });
+}
+
 ParamGroups MasterWeights::model_params() const {
   return impl_->collect([](const Pair& pair, std::vector<at::Tensor>& group) {
     if (pair.master.defined()) {
@@ -264,7 +293,11 @@ std::vector<std::string> MasterWeights::describe(
       elements += half ? pair.model.numel() : 0;
       native += !half && trained ? 1 : 0;
       std::ostringstream line;
-      line << "  " << parameters.size() << ": " << pair.model.sizes() << " "
+      const auto& name = impl_->name_of(
+          static_cast<std::int64_t>(g),
+          static_cast<std::int64_t>(parameters.size()));
+      line << "  " << parameters.size() << ": " << name
+           << (name.empty() ? "" : " ") << pair.model.sizes() << " "
            << detail::dtype_name(pair.model.scalar_type())
            << (half          ? ", master float32"
                    : trained ? ", native"
@@ -344,14 +377,14 @@ void MasterWeights::Impl::check_master(
           pair.master.is_non_overlapping_and_dense(),
       owner,
       ": a master must stay a dense float32 tensor, but got ",
-      describe_parameter(group, index, pair.master));
+      describe_parameter(group, index, pair.master, name_of(group, index)));
   TORCH_CHECK_TYPE(
       is_supported(pair.model.scalar_type()) &&
           pair.model.device() == pair.master.device(),
       owner,
       ": a parameter must keep a floating dtype and the device of its "
       "master, but got ",
-      describe_parameter(group, index, pair.model));
+      describe(pair, group, index));
 }
 
 // Fills the lists of masters with the pairs that `add` accepts.
@@ -464,8 +497,8 @@ void MasterWeights::Impl::note_saturations(bool wait) {
       pair.saturated = saturated[i] != 0;
       if (pair.saturated && !pair.saturation_reported) {
         pair.saturation_reported = true;
-        new_saturations.push_back(
-            {group, index, pair.model, 0, 0, 0.0, 0.0, true});
+        new_saturations.push_back(entry(pair, group, index));
+        new_saturations.back().saturated = true;
       }
     }
     ++known;

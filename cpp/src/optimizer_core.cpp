@@ -15,6 +15,9 @@ namespace fp16core {
 
 namespace {
 
+// Overflows of one evaluation that a scaler may tolerate without moving.
+constexpr std::int64_t kMostRepeats = 1000;
+
 // The scaler as a device can run it, or nothing: it must be just one of the two
 // classes, since the device knows no overridden function.
 std::optional<detail::ScaleRule> rule_of(const LossScaler& scaler) {
@@ -167,10 +170,55 @@ void OptimizerCore::downscale_gradients() {
 }
 
 void OptimizerCore::update_master_grads() {
+  if (!options_.combine) {
+    take_and_check();
+    return;
+  }
+  // What each process has to tell: nothing, an overflow, or that it failed.
+  constexpr double kOverflow = 1.0;
+  constexpr double kFailed = 2.0;
+  std::exception_ptr failure;
+  double found = 0.0;
+  try {
+    take_and_check();
+    found = overflow() ? kOverflow : 0.0;
+  } catch (...) {
+    failure = std::current_exception();
+    found = kFailed;
+  }
+  found = options_.combine(found, Reduction::kMax);
+  overflow_ = found > 0.0;
+  // No device may decide on what it found alone.
+  overflow_by_hand_ = true;
+  if (found >= kFailed) {
+    update_pending_ = false;
+    if (failure != nullptr) {
+      std::rethrow_exception(failure);
+    }
+    TORCH_CHECK(
+        false,
+        options_.owner,
+        ".update_master_grads: all processes must take their gradients, but "
+        "got "
+        "an error in another one");
+  }
+}
+
+void OptimizerCore::fail_update() {
+  if (options_.combine) {
+    options_.combine(2.0, Reduction::kMax);
+    overflow_ = true;
+    overflow_by_hand_ = true;
+    update_pending_ = false;
+  }
+}
+
+void OptimizerCore::take_and_check() {
   if (backward_in_graph_ && !latched_scale_) {
     master_weights_.forget_native_factors();
   }
-  master_weights_.take_gradients(gradient_scale().number);
+  taken_scale_ = gradient_scale().number;
+  master_weights_.take_gradients(taken_scale_);
   overflow_.reset();
   overflow_by_hand_ = false;
   const auto* kernels = master_weights_.only_kernels();
@@ -206,7 +254,7 @@ at::Tensor OptimizerCore::clip_master_grads(double max_norm, double norm_type) {
       !std::isnan(norm_type),
       options_.owner,
       ".clip_master_grads: norm_type must be a number, but got nan");
-  if (!overflow_.value_or(false)) {
+  if (!options_.combine && !overflow_.value_or(false)) {
     if (const auto clip = master_weights_.clip_on_device(
             max_norm,
             norm_type,
@@ -218,7 +266,8 @@ at::Tensor OptimizerCore::clip_master_grads(double max_norm, double norm_type) {
   if (overflow()) {
     return at::scalar_tensor(-1.0, at::kFloat);
   }
-  const double norm = master_weights_.gradient_norm(norm_type);
+  const double norm =
+      master_weights_.gradient_norm(norm_type, options_.combine);
   const double coefficient = detail::clip_coefficient(norm, max_norm);
   // A NaN has to reach the gradients, as in torch.
   if (coefficient != 1.0) {
@@ -250,7 +299,8 @@ void OptimizerCore::check_nothing_waits() const {
         detail::describe_parameter(
             waiting->group,
             waiting->index,
-            waiting->parameter));
+            waiting->parameter,
+            waiting->name));
   }
 }
 
@@ -262,7 +312,11 @@ void OptimizerCore::check_nothing_lost() const {
         options_.owner,
         ".step: gradients must stay as update_master_grads() left them with "
         "materialize_master_grads=False, but got a cleared or changed one at ",
-        detail::describe_parameter(lost->group, lost->index, lost->parameter));
+        detail::describe_parameter(
+            lost->group,
+            lost->index,
+            lost->parameter,
+            lost->name));
   }
 }
 
@@ -320,8 +374,7 @@ void OptimizerCore::tell_scale(
   messages_.push_back(std::move(text));
 }
 
-void OptimizerCore::count_skip(bool at_floor) {
-  ++steps_skipped_;
+void OptimizerCore::act_on_floor(bool at_floor) {
   if (at_floor && options_.on_min_scale != OnMinScale::kContinue) {
     tell_floor(loss_scaler_->loss_scale(), first_offender());
   }
@@ -343,6 +396,24 @@ void OptimizerCore::tell_floor(double scale, const std::string& offender) {
 // Says what would have been said at once, had the host known.
 void OptimizerCore::tell_past_iteration(const detail::PastIteration& past) {
   const auto& record = past.record;
+  std::vector<TensorReport> culprits;
+  if (record.overflow && record.first_offender >= 0 &&
+      record.first_offender <
+          static_cast<std::int64_t>(past.positions.size())) {
+    const auto& [group, index] = past.positions[record.first_offender];
+    if (auto culprit = master_weights_.entry(group, index)) {
+      culprit->inf_count = record.inf_count;
+      culprit->nan_count = record.nan_count;
+      culprits.push_back(*std::move(culprit));
+    }
+  }
+  this->record(
+      {past.step,
+       record.scale_before,
+       record.overflow,
+       0,
+       record.norm,
+       culprits});
   tell_scale(
       record.scale_before,
       record.scale_after,
@@ -359,24 +430,10 @@ void OptimizerCore::tell_past_iteration(const detail::PastIteration& past) {
       options_.on_min_scale == OnMinScale::kContinue) {
     return;
   }
-  std::string offender = "no parameter";
-  if (record.first_offender >= 0 &&
-      record.first_offender <
-          static_cast<std::int64_t>(past.positions.size())) {
-    const auto& [group, index] = past.positions[record.first_offender];
-    if (const auto parameter = master_weights_.model_param(group, index)) {
-      offender = GradientReport::describe(
-          {group,
-           index,
-           *parameter,
-           record.inf_count,
-           record.nan_count,
-           0.0,
-           0.0,
-           false});
-    }
-  }
-  tell_floor(record.scale_after, offender);
+  tell_floor(
+      record.scale_after,
+      culprits.empty() ? "no parameter"
+                       : GradientReport::describe(culprits.front()));
 }
 
 void OptimizerCore::note_saturations() {
@@ -388,7 +445,8 @@ void OptimizerCore::note_saturations() {
         detail::describe_parameter(
             tensor.group,
             tensor.index,
-            tensor.parameter));
+            tensor.parameter,
+            tensor.name));
   }
 }
 
@@ -442,7 +500,9 @@ void OptimizerCore::end_iteration_on_device(detail::ListKernels& kernels) {
       options_.check_overflow,
       state,
       device_counts_->counts());
-  device_counts_->expect_record(master_weights_.taken_positions());
+  device_counts_->expect_record(
+      steps_begun_,
+      master_weights_.taken_positions());
 }
 
 // A scale on a device that is not the gradients' (any more) would be read again
@@ -463,18 +523,22 @@ bool OptimizerCore::begin_step(bool may_defer) {
   latched_scale_.reset();
   deferred_ = decided_on_device_ = counts_on_device_ = false;
   if (auto* kernels = deciding_kernels()) {
+    ++steps_begun_;
     end_iteration_on_device(*kernels);
     update_pending_ = false;
     deferred_ = may_defer && !overflow_;
     decided_on_device_ = counts_on_device_ =
         deferred_ || !options_.check_overflow;
   } else if (std::exchange(update_pending_, false)) {
+    ++steps_begun_;
     bring_scale_to_host();
     // The floor counts if the step was made on it, not if it was just reached.
     const bool at_floor = loss_scaler_->at_floor();
+    record_on_host(overflow());
+    steps_skipped_ += overflow() ? 1 : 0;
     update_scale(overflow(), "the step is skipped");
     if (overflow()) {
-      count_skip(at_floor);
+      act_on_floor(at_floor);
     }
   }
   if (!deferred_ && overflow()) {
@@ -526,6 +590,8 @@ void OptimizerCore::finish_step(bool rewrite) {
 // ---- closures ----
 
 void OptimizerCore::begin_closure_step() {
+  ++steps_begun_;
+  repeats_ = 0;
   latched_scale_.reset();
   deferred_ = decided_on_device_ = counts_on_device_ = false;
   update_scale(
@@ -553,12 +619,27 @@ Evaluation OptimizerCore::end_evaluation() {
       // The inner optimizer has not moved anything yet.
       master_weights_.take_snapshot();
     }
+    record_on_host(false);
     first_evaluation_ = false;
+    repeats_ = 0;
     return Evaluation::kAccept;
   }
   update_pending_ = false;
-  const bool curable = !loss_scaler_->at_floor();
-  update_scale(true, "the closure is evaluated again");
+  record_on_host(true);
+  bool curable = !loss_scaler_->at_floor();
+  const double before = loss_scaler_->loss_scale();
+  try {
+    update_scale(true, "the closure is evaluated again");
+  } catch (...) {
+    if (!first_evaluation_) {
+      master_weights_.rollback();
+      first_evaluation_ = true;
+    }
+    throw;
+  }
+  // A scaler that tolerates overflows without end would be asked for ever.
+  repeats_ = loss_scaler_->loss_scale() == before ? repeats_ + 1 : 0;
+  curable = curable && repeats_ < kMostRepeats;
   if (curable) {
     return Evaluation::kRepeat;
   }
@@ -579,7 +660,8 @@ void OptimizerCore::abandon_step(bool skipped) {
   first_evaluation_ = true;
   master_weights_.drop_snapshot();
   if (skipped) {
-    count_skip(true);
+    ++steps_skipped_;
+    act_on_floor(true);
   }
 }
 
@@ -600,6 +682,7 @@ void OptimizerCore::set_step_counts(
       std::min(applied, skipped));
   steps_applied_ = applied;
   steps_skipped_ = skipped;
+  steps_begun_ = applied + skipped;
   if (device_counts_ != nullptr) {
     device_counts_->clear();
   }
@@ -613,6 +696,35 @@ std::int64_t OptimizerCore::steps_applied() const {
 std::int64_t OptimizerCore::steps_skipped() const {
   return steps_skipped_ +
       (device_counts_ == nullptr ? 0 : device_counts_->read().skipped);
+}
+
+// ---- history ----
+
+void OptimizerCore::record(StepRecord record) {
+  skipped_in_a_row_ = record.overflow ? skipped_in_a_row_ + 1 : 0;
+  record.skipped_in_a_row = skipped_in_a_row_;
+  if (record.overflow) {
+    skips_.push_back(record);
+  }
+  history_.push_back(std::move(record));
+  if (static_cast<std::int64_t>(history_.size()) > options_.history_size) {
+    history_.pop_front();
+  }
+}
+
+void OptimizerCore::record_on_host(bool overflow) {
+  record(
+      {steps_begun_,
+       taken_scale_.read(),
+       overflow,
+       0,
+       master_weights_.taken_norm(),
+       overflow ? master_weights_.report().culprits()
+                : std::vector<TensorReport>()});
+}
+
+std::vector<StepRecord> OptimizerCore::take_skips() {
+  return std::exchange(skips_, {});
 }
 
 std::vector<std::string> OptimizerCore::take_messages() {

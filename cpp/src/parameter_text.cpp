@@ -20,10 +20,11 @@ std::string describe_tensor(const at::Tensor& tensor) {
 std::string describe_parameter(
     std::int64_t group,
     std::int64_t index,
-    const at::Tensor& parameter) {
+    const at::Tensor& parameter,
+    const std::string& name) {
   std::ostringstream text;
-  text << "group " << group << ", index " << index << ": "
-       << describe_tensor(parameter);
+  text << "group " << group << ", index " << index << (name.empty() ? "" : ", ")
+       << name << ": " << describe_tensor(parameter);
   return text.str();
 }
 

@@ -145,6 +145,9 @@ struct MasterWeights::Impl {
   ModelWrites model_writes;
   bool materialize_gradients;
   std::vector<std::vector<Pair>> groups;
+  // By position; shorter where nobody has told.
+  std::vector<std::vector<std::string>> names;
+  std::vector<std::vector<bool>> counted;
   std::vector<DeviceLists> devices;
   // For measuring between updates, whose findings stay as they are.
   std::vector<DeviceLists> measuring;
@@ -224,6 +227,31 @@ struct MasterWeights::Impl {
     pair.taken_is_zero = false;
     pair.taken_gradient.record(detail::gradient_of(pair.model));
     pair.measured_gradient.record(inner_gradient(pair));
+  }
+
+  // What was told of the parameter at a position, which need not be all.
+  const std::string& name_of(std::int64_t group, std::int64_t index) const;
+  bool counts(std::int64_t group, std::int64_t index) const;
+  std::string describe(const Pair& pair, std::int64_t group, std::int64_t index)
+      const {
+    return detail::describe_parameter(
+        group,
+        index,
+        pair.model,
+        name_of(group, index));
+  }
+  TensorReport entry(const Pair& pair, std::int64_t group, std::int64_t index)
+      const {
+    return {
+        group,
+        index,
+        pair.model,
+        0,
+        0,
+        0.0,
+        0.0,
+        false,
+        name_of(group, index)};
   }
 
   void check_one(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fp16core import _core
+from fp16core._parameter_names import parameter_names
 from fp16core.load_report import LoadReport
 
 # State that has the shape of its parameter, whichever optimizer it is of.
@@ -88,7 +89,7 @@ class Receiver:
         groups: by group, the tensors it holds: masters and native parameters.
         master_positions: by group, the indices of masters.
         trainable: by group, the indices of all that are trained.
-        names: by group, the names of the parameters; none where unknown.
+        names: by group, the names of the parameters, empty where unknown.
         scaler: the present one.
         loss_index: which of several scalers of a checkpoint is meant.
     """
@@ -97,7 +98,7 @@ class Receiver:
     groups: list[list[torch.Tensor]]
     master_positions: list[list[int]]
     trainable: list[list[int]]
-    names: list[list[tuple[str, ...]]]
+    names: list[list[str]]
     scaler: Any
     loss_index: int
 
@@ -120,7 +121,7 @@ class Receiver:
                 [i for i, p in enumerate(g) if i in set(at) or p.requires_grad]
                 for g, at in zip(groups, positions, strict=True)
             ],
-            find_names(core, optimizer, model),
+            parameter_names(optimizer.param_groups, core.parameters(), model),
             core.loss_scaler,
             loss_index,
         )
@@ -128,37 +129,6 @@ class Receiver:
     def sizes(self, which: list[list[int]]) -> list[int]:
         """Return how many parameters each group has at the indices ``which``."""
         return [len(indices) for indices in which]
-
-
-def find_names(
-    core: _core.OptimizerCore, optimizer: Any, model: torch.nn.Module | None
-) -> list[list[tuple[str, ...]]]:
-    """Return by group the names of each parameter; a tied one has several.
-
-    They are those of ``model``, or else of param groups that were made from named
-    parameters.
-    """
-    named: dict[int, tuple[str, ...]] = {}
-    if model is not None:
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            named[id(parameter)] = (*named.get(id(parameter), ()), name)
-    names = []
-    for group, positions, halves in zip(
-        optimizer.param_groups,
-        core.master_positions(),
-        core.model_params(),
-        strict=True,
-    ):
-        owners = dict(enumerate(group["params"]))
-        owners.update(zip(positions, halves, strict=True))
-        if model is not None:
-            names.append([named.get(id(owner), ()) for owner in owners.values()])
-        else:
-            given = group.get("param_names", [])
-            names.append(
-                [(given[i],) if i < len(given) else () for i in range(len(owners))]
-            )
-    return names
 
 
 def fail(text: str, origin: str = "") -> ValueError:

@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from fp16core import _checkpoint, _core
-from fp16core._core import Evaluation, ModelWrites, OnMinScale
+from fp16core._core import Evaluation, ModelWrites, OnMinScale, Reduction
 from fp16core._found_inf import step_with_flag, takes_flag
 from fp16core._inner_optimizer import (
     adopt,
@@ -22,6 +22,8 @@ from fp16core._inner_optimizer import (
     mark_wrapped,
     tell_schedulers,
 )
+from fp16core._parameter_names import parameter_names
+from fp16core._process_group import ProcessGroup
 from fp16core._receiver import Receiver
 from fp16core._update_rule import find_rule, has_hooks, step_by_rule
 from fp16core.load_report import LoadReport
@@ -107,6 +109,25 @@ class FP16_Optimizer(torch.optim.Optimizer):
             subclasses among them, to an optimizer whose ``step`` was replaced, to
             ``capturable`` and ``differentiable`` groups, to sparse gradients, and to
             state of another dtype, layout or device than the weight's.
+        loss_scaler: a scaler to use in the place of all of the above: ours, a subclass,
+            or anything with ``loss_scale`` and ``update_scale``. Several optimizers
+            may share one (see :class:`DynamicLossScaler`).
+        model: the module, whose names for its parameters are used in reports and
+            messages. Groups that were made from ``named_parameters()`` have names
+            without it.
+        process_group: a group of ``torch.distributed`` whose processes decide alike:
+            an overflow in one skips the step in all, and the norm that is clipped is
+            that over all. Every one of them has to take part in every update and
+            every clipping, gradients or not. For models that are split over
+            processes; plain DistributedDataParallel needs none.
+        norm_filter: with ``process_group``, tells for a parameter of the model whether
+            this process counts it in norms. By default it does if the parameter's
+            attribute ``model_parallel`` or ``tensor_model_parallel`` is true, or else
+            if this process is the first of the group: what all processes have is
+            counted once.
+        on_skip: called with the :class:`StepRecord` of every skipped step. Where a
+            device decides, a few steps late.
+        history_size: how many records :attr:`history` keeps.
         materialize_master_grads: False saves the fp32 gradients, 4 bytes a parameter:
             masters have none, a backward pass only checks and measures, and the
             update rule reads the half gradients. It insists on the rule as
@@ -138,6 +159,12 @@ class FP16_Optimizer(torch.optim.Optimizer):
         track_model_writes: str = "version",
         fused: bool | None = None,
         materialize_master_grads: bool = True,
+        loss_scaler: Any = None,
+        model: torch.nn.Module | None = None,
+        process_group: Any = None,
+        norm_filter: Callable[[torch.Tensor], bool] | None = None,
+        on_skip: Callable[[_core.StepRecord], object] | None = None,
+        history_size: int = 1000,
     ) -> None:
         # Optimizer.__init__ is not run: it would make groups and state of its own.
         check_optimizer(init_optimizer, "FP16_Optimizer")
@@ -148,8 +175,10 @@ class FP16_Optimizer(torch.optim.Optimizer):
                 found = found.obstacle(init_optimizer.param_groups) or ""
             if found:
                 raise ValueError(f"FP16_Optimizer: {insistence}, but got {found}")
-        scaler: LossScaler | DynamicLossScaler
-        if dynamic_loss_scale:
+        scaler: Any
+        if loss_scaler is not None:
+            scaler = loss_scaler
+        elif dynamic_loss_scale:
             scaler = scaler_from_arguments(dynamic_loss_args)
         elif static_loss_scale is None:
             raise TypeError(
@@ -158,6 +187,14 @@ class FP16_Optimizer(torch.optim.Optimizer):
             )
         else:
             scaler = LossScaler(static_loss_scale)
+        if not isinstance(history_size, int) or history_size < 0:
+            raise ValueError(
+                "FP16_Optimizer: history_size must be an integer of at least 0, "
+                f"but got {history_size!r}"
+            )
+        group = None
+        if process_group is not None:
+            group = ProcessGroup(process_group, "FP16_Optimizer")
         core = _core.OptimizerCore(
             "FP16_Optimizer",
             scaler,
@@ -165,13 +202,22 @@ class FP16_Optimizer(torch.optim.Optimizer):
             _choice(_ON_MIN_SCALE, "on_min_scale", on_min_scale),
             _choice(_MODEL_WRITES, "track_model_writes", track_model_writes),
             materialize_master_grads,
+            group,
+            history_size,
         )
-        core.check(init_optimizer.param_groups)
+        groups = init_optimizer.param_groups
+        names = parameter_names(groups, [g["params"] for g in groups], model)
+        core.set_names(names)
+        core.check(groups)
 
         self.optimizer = init_optimizer
         self.verbose = verbose
         self.clip_grad_norm: Callable[..., Any] = clip_grad_norm_
+        self.on_skip = on_skip
         self._core = core
+        self._model = model
+        self._process_group = group
+        self._norm_filter = norm_filter
         self._fused = fused
         self._insistence = insistence
         # What kept the rule from the last step that it should have run.
@@ -229,11 +275,16 @@ class FP16_Optimizer(torch.optim.Optimizer):
             TypeError: if the loss is not a floating point tensor.
             RuntimeError: if it is not a scalar or has no graph.
         """
-        self.scale_loss(loss).backward(  # type: ignore[no-untyped-call]
-            retain_graph=retain_graph or create_graph,
-            create_graph=create_graph,
-            inputs=inputs,
-        )
+        try:
+            self.scale_loss(loss).backward(  # type: ignore[no-untyped-call]
+                retain_graph=retain_graph or create_graph,
+                create_graph=create_graph,
+                inputs=inputs,
+            )
+        except BaseException:
+            if update_master_grads:
+                self._core.fail_update()
+            raise
         if update_master_grads:
             self.update_master_grads()
 
@@ -256,15 +307,21 @@ class FP16_Optimizer(torch.optim.Optimizer):
 
         Sets :attr:`overflow`. The master gradients are rebuilt from the model's
         gradients each time, so calling it again is harmless; it also undoes
-        clipping, which therefore comes last.
+        clipping, which therefore comes last. With ``process_group`` all processes have
+        to call it.
 
         Raises:
+            RuntimeError: with ``process_group``, if another process failed in it.
             TypeError: for a gradient that is not floating point, or of another dtype
                 than a parameter without a master.
             NotImplementedError: for a gradient that is neither strided nor sparse COO;
                 with ``materialize_master_grads=False`` for a sparse one too.
         """
-        self._ingest()
+        try:
+            self._ingest()
+        except BaseException:
+            self._core.fail_update()
+            raise
         self._core.update_master_grads()
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> torch.Tensor:
@@ -502,8 +559,25 @@ class FP16_Optimizer(torch.optim.Optimizer):
         return "device" if self._core.decided_on_device else "host"
 
     def gradient_report(self) -> _core.GradientReport:
-        """Return what the last update found, for each gradient and in total."""
+        """Return what the last update found, for each gradient and in total.
+
+        For each parameter with a gradient its position and name, the counts of inf and
+        of NaN, the norm and the largest magnitude; ``culprits()`` are those with inf
+        or NaN. The pass that unscales has measured it: on the CPU it costs the copy,
+        on CUDA it waits for the device.
+        """
         return self._core.gradient_report()
+
+    @property
+    def history(self) -> list[_core.StepRecord]:
+        """What the last steps came to, oldest first, at most ``history_size`` of them.
+
+        A record has the number of the step, the scale, whether it overflowed, the norm
+        of the gradients and, after an overflow, the culprits. A step that a device
+        decided is told late, and a step in a CUDA graph never.
+        """
+        self._log()
+        return self._core.history()
 
     def inspect_master_grad_data(self) -> list[list[torch.Tensor | None]] | None:
         """Return the gradients that the wrapped optimizer sees, by group.
@@ -694,8 +768,8 @@ class FP16_Optimizer(torch.optim.Optimizer):
         Args:
             state_dict: what was saved.
             model: the model that is trained, to find its weights in a whole
-                checkpoint. Param groups that were made from ``named_parameters()``
-                have the names without it.
+                checkpoint; that of the constructor by default. Param groups that were
+                made from ``named_parameters()`` have the names without it.
             loss_index: which scaler of apex.amp, where it had several losses.
 
         Raises:
@@ -708,7 +782,8 @@ class FP16_Optimizer(torch.optim.Optimizer):
         self._ingest()
         core = self._core
         saved = _checkpoint.check(
-            state_dict, Receiver.of(core, self.optimizer, model, loss_index)
+            state_dict,
+            Receiver.of(core, self.optimizer, model or self._model, loss_index),
         )
         if saved.warning:
             warnings.warn(saved.warning, stacklevel=2)
@@ -758,7 +833,10 @@ class FP16_Optimizer(torch.optim.Optimizer):
         self._ingest()
         params = [*self.fp16_groups, *self.fp32_from_fp32_groups]
         grads = [p.grad for group in params for p in group if p.grad is not None]
-        self.overflow = _core.has_overflow(grads)
+        overflow = _core.has_overflow(grads)
+        if self._process_group is not None:
+            overflow = self._process_group(float(overflow), Reduction.MAX) > 0
+        self.overflow = overflow
 
     def _update_scale(self, has_overflow: bool = False) -> None:
         self.loss_scaler.update_scale(has_overflow)
@@ -782,11 +860,24 @@ class FP16_Optimizer(torch.optim.Optimizer):
     # Plumbing.
 
     def _ingest(self) -> None:
-        adopt(self.optimizer, self._core.ingest(self.optimizer.param_groups))
+        core, groups = self._core, self.optimizer.param_groups
+        if core.is_current(groups):
+            return
+        adopt(self.optimizer, core.ingest(groups))
+        params = core.parameters()
+        core.set_names(parameter_names(groups, params, self._model))
+        if self._process_group is not None:
+            counts = self._process_group.counts
+            core.set_counted(
+                [[counts(p, self._norm_filter) for p in group] for group in params]
+            )
 
     def _log(self) -> None:
         for text in self._core.take_messages():
             logger.warning(text)
+        for record in self._core.take_skips():
+            if self.on_skip is not None:
+                self.on_skip(record)
 
     def _print_groups(self, first: int) -> None:
         if self.verbose:

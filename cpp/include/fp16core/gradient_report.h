@@ -29,6 +29,11 @@ struct TensorReport {
   /// Whether the last write of the model stored a finite master of this
   /// parameter as infinity.
   bool saturated;
+  /// The parameter's name in the module; empty where nobody has told.
+  std::string name = {};
+
+  /// Whether an element is infinite or NaN.
+  bool overflows() const { return inf_count + nan_count > 0; }
 };
 
 /// The findings of one pass over all gradients, in the order of the groups.
@@ -45,7 +50,12 @@ struct FP16CORE_API GradientReport {
   /// Returns the first entry with a non-finite element, or null.
   const TensorReport* first_offender() const;
 
-  /// Returns one line for people: position, shape, dtype and counts.
+  /// Returns the entries with a non-finite element. Infinite elements mean that
+  /// the scale is too high, or the gradient too large at any scale; NaN means
+  /// that something went wrong before: no scale cures it.
+  std::vector<TensorReport> culprits() const;
+
+  /// Returns one line for people: position, name, shape, dtype and counts.
   static std::string describe(const TensorReport& tensor);
 };
 

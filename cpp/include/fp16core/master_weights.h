@@ -4,6 +4,7 @@
 #pragma once
 
 #include <fp16core/api.h>
+#include <fp16core/combine.h>
 #include <fp16core/device_number.h>
 #include <fp16core/gradient_report.h>
 #include <fp16core/update_rule.h>
@@ -97,6 +98,18 @@ class FP16CORE_API MasterWeights {
   bool is_current(
       const std::vector<std::vector<const c10::TensorImpl*>>& groups) const;
 
+  /// Tells the names of the parameters in their module, by group and position,
+  /// for reports and messages. Empty names and positions that are left out have
+  /// none.
+  void set_names(std::vector<std::vector<std::string>> names);
+
+  /// Tells, by group and position, which gradients this process counts in
+  /// norms, where others have some of them too. What is left out counts.
+  void set_counted(std::vector<std::vector<bool>> counted);
+
+  /// Returns, by group, the parameters of the model, frozen ones included.
+  ParamGroups parameters() const;
+
   /// Returns, by group, the half parameters that have masters, the masters in
   /// the same order, and the native trainable parameters.
   ParamGroups model_params() const;
@@ -145,6 +158,10 @@ class FP16CORE_API MasterWeights {
   /// On CUDA it synchronizes, once a device.
   bool overflow() const;
 
+  /// Returns the 2-norm over all gradients that the last `take_gradients` took,
+  /// unscaled. On CUDA it synchronizes, once a device.
+  double taken_norm() const;
+
   /// Returns what the last `take_gradients` found. On CUDA it synchronizes.
   GradientReport report() const;
 
@@ -161,8 +178,10 @@ class FP16CORE_API MasterWeights {
   /// Returns the p-norm over all unscaled gradients in double; infinite for
   /// `norm_type` infinity means the largest magnitude. The 2-norm and the
   /// inf-norm were measured by `take_gradients` and cost nothing, unless a
-  /// gradient was changed since, which is noticed.
-  double gradient_norm(double norm_type);
+  /// gradient was changed since, which is noticed. With several processes
+  /// `combine` makes it the norm over what each of them counts, in one call; a
+  /// NaN in a maximum is infinite then.
+  double gradient_norm(double norm_type, const Combine& combine = nullptr);
 
   /// What clipping comes to on the device: the norm before as a 0-dim float32
   /// tensor, -1 after an overflow, and what to multiply the gradients by.
@@ -263,7 +282,8 @@ class FP16CORE_API MasterWeights {
   // that they took.
   detail::ListKernels* only_kernels() const;
   std::vector<std::pair<std::int64_t, std::int64_t>> taken_positions() const;
-  std::optional<at::Tensor> model_param(std::int64_t group, std::int64_t index)
+  // What a report says of a parameter, without findings.
+  std::optional<TensorReport> entry(std::int64_t group, std::int64_t index)
       const;
 
   struct FP16CORE_LOCAL Pair;

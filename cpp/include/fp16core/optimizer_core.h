@@ -3,13 +3,16 @@
 #pragma once
 
 #include <fp16core/api.h>
+#include <fp16core/combine.h>
 #include <fp16core/device_number.h>
 #include <fp16core/loss_scaler.h>
 #include <fp16core/master_weights.h>
+#include <fp16core/step_record.h>
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -37,6 +40,12 @@ struct OptimizerCoreOptions {
   /// Whether masters get gradients. Off, the step must be made by an update
   /// rule of the core (see MasterWeights::prepare_update).
   bool materialize_gradients = true;
+  /// The door to other processes, null for one alone. Overflow is combined with
+  /// every update and the norm with every clipping, in one call each, so that
+  /// all processes decide alike.
+  Combine combine = nullptr;
+  /// How many records `history` keeps; 0 for none.
+  std::int64_t history_size = 1000;
 };
 
 /// What to do after an evaluation of a closure.
@@ -110,8 +119,14 @@ class FP16CORE_API OptimizerCore {
 
   /// Takes the model gradients (see MasterWeights::take_gradients) with the
   /// latched scale, or the scaler's if nothing was latched, and sets
-  /// `overflow`.
+  /// `overflow`. With several processes all of them must call it, gradients or
+  /// not; where one throws, the others throw a RuntimeError, and a step would
+  /// be skipped.
   void update_master_grads();
+
+  /// Takes the part of a process that failed before `update_master_grads` in
+  /// it, so that the others need not wait. Does nothing without `combine`.
+  void fail_update();
 
   /// The two halves of an update for subclasses that compose it themselves:
   /// exact fp32 copies of the scaled gradients, and their multiplication by
@@ -193,6 +208,12 @@ class FP16CORE_API OptimizerCore {
   std::int64_t steps_skipped() const;
   void set_step_counts(std::int64_t applied, std::int64_t skipped);
 
+  /// Returns what the last steps came to, oldest first. A step that a device
+  /// decided is told late, and a step in a CUDA graph never.
+  const std::deque<StepRecord>& history() const { return history_; }
+  /// Returns and forgets the records of skipped steps that are new.
+  std::vector<StepRecord> take_skips();
+
   /// Returns and forgets what should be told to the user: changes of the
   /// scale, weights beyond the half range. In order, one line each.
   std::vector<std::string> take_messages();
@@ -228,11 +249,14 @@ class FP16CORE_API OptimizerCore {
       bool at_floor,
       std::int64_t tolerated,
       const char* consequence);
-  void count_skip(bool at_floor);
+  void act_on_floor(bool at_floor);
   void tell_floor(double scale, const std::string& offender);
   void tell_past_iteration(const detail::PastIteration& past);
   void note_saturations();
   std::string first_offender() const;
+  void take_and_check();
+  void record(StepRecord record);
+  void record_on_host(bool overflow);
 
   // For hooks, which must not outlive it.
   std::shared_ptr<OptimizerCore*> self_ =
@@ -268,6 +292,14 @@ class FP16CORE_API OptimizerCore {
   // What graphs write to when they run, whatever becomes of it here.
   std::vector<std::shared_ptr<void>> kept_for_graphs_;
   std::vector<std::string> messages_;
+  std::deque<StepRecord> history_;
+  std::vector<StepRecord> skips_;
+  std::int64_t steps_begun_ = 0;
+  // Overflows of an evaluation in a row that left the scale where it was.
+  std::int64_t repeats_ = 0;
+  std::int64_t skipped_in_a_row_ = 0;
+  // The scale of the gradients that were taken last.
+  DeviceNumber taken_scale_ = 1.0;
 };
 
 } // namespace fp16core

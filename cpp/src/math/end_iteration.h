@@ -6,6 +6,7 @@
 #include "gradient_stats.h"
 #include "update_loss_scale.h"
 
+#include <cmath>
 #include <cstdint>
 
 namespace fp16core::detail {
@@ -14,6 +15,8 @@ namespace fp16core::detail {
 struct IterationRecord {
   double scale_before = 0.0;
   double scale_after = 0.0;
+  // 2-norm of the unscaled gradients.
+  double norm = 0.0;
   // Overflows in a row that would still be tolerated.
   std::int64_t overflows_tolerated = 0;
   // Of the first gradient with inf or NaN: its item, or -1, and its counts.
@@ -61,6 +64,7 @@ C10_HOST_DEVICE inline void end_iteration(
   }
   record.scale_after = scale.cur_scale;
   record.at_floor_after = on_floor();
+  record.norm = std::sqrt(totals.sum_of_squares);
   record.first_offender = totals.first_offender;
   record.inf_count = totals.inf_count;
   record.nan_count = totals.nan_count;

@@ -140,13 +140,12 @@ def _add_masters(
     result.restored["source of masters"] = "the weights of the checkpoint's model"
 
 
-def _weight(weights: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    """Return the weight under one of the names of a parameter, or None.
+def _weight(weights: Mapping[str, Any], name: str) -> Any:
+    """Return the weight of the parameter of this name, or None.
 
-    A wrapper for data parallelism puts "module." before them.
+    A wrapper for data parallelism puts "module." before the names.
     """
-    for name in names:
-        for key in (name, f"module.{name}", name.removeprefix("module.")):
-            if key in weights:
-                return weights[key]
+    for key in (name, f"module.{name}", name.removeprefix("module.")):
+        if name and key in weights:
+            return weights[key]
     return None
