@@ -27,6 +27,8 @@ _MOMENTS = frozenset(
     )
 )
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 @dataclass
 class Checkpoint:
@@ -118,13 +120,20 @@ class Receiver:
             groups,
             positions,
             [
-                [i for i, p in enumerate(g) if i in set(at) or p.requires_grad]
+                [i for i, p in enumerate(g) if i in at or p.requires_grad]
                 for g, at in zip(groups, positions, strict=True)
             ],
             parameter_names(optimizer.param_groups, core.parameters(), model),
             core.loss_scaler,
             loss_index,
         )
+
+    def halves(self) -> list[list[int]]:
+        """Return, by group, the indices of masters and of frozen half parameters."""
+        return [
+            [i for i, p in enumerate(g) if i in at or p.dtype in _HALF]
+            for g, at in zip(self.groups, self.master_positions, strict=True)
+        ]
 
     def sizes(self, which: list[list[int]]) -> list[int]:
         """Return how many parameters each group has at the indices ``which``."""
@@ -264,33 +273,37 @@ def check_masters(
                 )
 
 
-def place_masters(checkpoint: Checkpoint, masters: Any, receiver: Receiver) -> None:
+def place_masters(
+    checkpoint: Checkpoint, masters: Any, receiver: Receiver, of_all: bool = False
+) -> None:
     """Check ``masters`` and put them into ``checkpoint``.
 
-    By group they are those of the half parameters, or of all trainable ones; in the
-    second case those of native parameters become their values.
+    By group they are those of the trainable half parameters, or of all half ones,
+    where some are frozen now. With ``of_all`` they are those of all trainable
+    parameters: what native ones have there becomes their value.
     """
     origin = checkpoint.origin
     if not isinstance(masters, list) or not all(isinstance(g, list) for g in masters):
         raise fail(f"must hold lists of masters, but got {masters!r}", origin)
     saved = [len(group) for group in masters]
-    halves, trainable = receiver.master_positions, receiver.trainable
-    for positions in (halves, trainable):
+    first = receiver.trainable if of_all else receiver.master_positions
+    for positions in (first, receiver.halves()):
         if saved == receiver.sizes(positions):
             break
     else:
         raise fail(
-            f"must have groups of {receiver.sizes(halves)} masters, but got {saved}",
+            f"must have groups of {receiver.sizes(first)} masters, but got {saved}",
             origin,
         )
     check_masters(masters, positions, receiver.groups, origin)
-    checkpoint.masters, checkpoint.positions = [], halves
-    for group, given, indices, own in zip(
-        receiver.groups, masters, positions, halves, strict=True
+    checkpoint.masters, checkpoint.positions = [], []
+    for group, given, indices, halves in zip(
+        receiver.groups, masters, positions, receiver.halves(), strict=True
     ):
-        values = dict(zip(indices, given, strict=True))
-        checkpoint.masters.append([values.pop(index) for index in own])
-        checkpoint.natives += [(group[index], v) for index, v in values.items()]
+        own = [(i, value) for i, value in zip(indices, given, strict=True)]
+        checkpoint.positions.append([i for i, _ in own if i in halves])
+        checkpoint.masters.append([value for i, value in own if i in halves])
+        checkpoint.natives += [(group[i], v) for i, v in own if i not in halves]
 
 
 def listed(names: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from fp16core import _checkpoint, _core
+from fp16core import _checkpoint, _core, _export
 from fp16core._core import Evaluation, ModelWrites, OnMinScale, Reduction
 from fp16core._found_inf import step_with_flag, takes_flag
 from fp16core._inner_optimizer import (
@@ -736,6 +736,54 @@ class FP16_Optimizer(torch.optim.Optimizer):
             if changed is not None:
                 result = changed
         return result
+
+    def torch_state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
+        """Return copies of all state in the form of plain torch.
+
+        For going on without this class, in fp32 under autocast: ``"optimizer"`` is
+        for an optimizer like the wrapped one over the same parameters in fp32, with
+        the weights of :meth:`fp32_state_dict`; ``"scaler"`` for a
+        ``torch.amp.GradScaler``. That has neither hysteresis nor floor nor ceiling, so
+        its next scales are the same where the present scaler uses none of them. A
+        static scale stays.
+
+        With the weights under "model" beside them, :meth:`load_state_dict` takes it.
+
+        Args:
+            model: for the names of the parameters in the groups, ``param_names``; that
+                of the constructor by default. Groups that were made from
+                ``named_parameters()`` have them without it.
+
+        Raises:
+            TypeError: if the scaler is none of ours.
+            ValueError: if its window is no whole number.
+        """
+        self._ingest()
+        self._core.adopt_model_writes()
+        names = parameter_names(
+            self.param_groups, self._core.parameters(), model or self._model
+        )
+        return _export.torch_state_dict(self._core, self.optimizer, names)
+
+    def fp32_state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
+        """Return the state dict of the model in fp32, for evaluation, EMA and export.
+
+        It has the keys and the order of ``model.state_dict()``. Half parameters are
+        their masters, or cast where they have none, as half buffers are; everything
+        else is as it is. All are copies; tied weights share one.
+
+        Args:
+            model: the model, or a part of it; that of the constructor by default.
+
+        Raises:
+            TypeError: if there is no model.
+            ValueError: if it has none of the half parameters that are trained.
+        """
+        self._ingest()
+        self._core.adopt_model_writes()
+        return _export.fp32_state_dict(
+            self._core, self._model if model is None else model
+        )
 
     def load_state_dict(
         self,

@@ -52,7 +52,7 @@ def _read(state: Mapping[str, Any], receiver: Receiver) -> Checkpoint:
                 zip(masters, receiver.groups, receiver.trainable, strict=True)
             )
         ]
-    place_masters(result, masters, receiver)
+    place_masters(result, masters, receiver, of_all=True)
     result.not_restored = {
         "counts of steps": "not in the checkpoint; they stay",
         "overflow flag": "not in the checkpoint; it is cleared",
