@@ -416,6 +416,17 @@ def test_flat_masters_of_native_parameters_become_their_values() -> None:
     assert_same(got, want)
 
 
+def test_masters_of_parameters_that_are_frozen_now_are_restored() -> None:
+    name = "megatron_v1_adam_hysteresis.pt"
+    entry = copy.deepcopy(ENTRIES[name])
+    [bias] = [p for p in entry["model"]["parameters"] if p["name"] == "linear.bias"]
+    bias["requires_grad"] = False
+    target = Target(entry)
+    assert len(masters(target.optimizer)) == 1
+    target.optimizer.load_state_dict(read(name)["optimizer"])
+    assert_same(target.masters(), named(entry["masters"]))
+
+
 def test_weights_of_a_data_parallel_model_are_found() -> None:
     name = "torch_fp32_adamw.pt"
     target, saved = Target(ENTRIES[name]), read(name)

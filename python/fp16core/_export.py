@@ -16,7 +16,6 @@ def torch_state_dict(
 ) -> dict[str, Any]:
     """Return the state dicts of a plain optimizer and of a torch.amp.GradScaler."""
     saved = optimizer.state_dict()
-    # Options first: deepcopy of tensors that require grad is not allowed everywhere.
     groups = [copy.deepcopy(group) for group in saved["param_groups"]]
     for group, known in zip(groups, names, strict=True):
         if known and all(known):

@@ -58,8 +58,13 @@ else:
             raise ValueError(f"bytes in {encoding!r}")
         return text.encode("latin1")
 
+    def _no_bytes() -> bytes:
+        return b""
+
     REPLACEMENTS = {
         "_codecs.encode": _encode,
+        "__builtin__.bytes": _no_bytes,
+        "builtins.bytes": _no_bytes,
         "numpy.dtype": _Dtype,
         "numpy.ndarray": SavedArray,
         "numpy.core.multiarray._reconstruct": _reconstruct,

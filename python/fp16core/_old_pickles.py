@@ -141,13 +141,19 @@ def _load(
     file: BinaryIO, label: Any, map_location: Any, as_data: frozenset[str]
 ) -> Any:
     start = file.tell()
-    names = _unsafe_globals(file, label)
-    file.seek(start)
-    replacements: list[Any] = [
-        (_replacement(name, label, as_data), name) for name in sorted(names)
-    ]
+    # While another thread loads, its names are on the list and seem allowed.
+    with _lock:
+        names = _unsafe_globals(file, label)
+        file.seek(start)
+        replacements = [(_replacement(n, label, as_data), n) for n in sorted(names)]
+        return _load_with(file, label, map_location, replacements)
+
+
+def _load_with(
+    file: BinaryIO, label: Any, map_location: Any, replacements: list[Any]
+) -> Any:
     try:
-        with _lock, safe_globals(replacements):
+        with safe_globals(replacements):
             return torch.load(file, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise pickle.UnpicklingError(
