@@ -592,3 +592,26 @@ def test_an_inner_loader_that_fails_leaves_everything_as_it_was() -> None:
     assert_same(target.everything(), before)
     assert target.optimizer.loss_scaler is scaler
     assert len(masters(target.optimizer)) == 4
+
+
+class Projecting(torch.optim.SGD):
+    """Keeps moments in a shape of its own, and more than torch at the top."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "rank": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["rank"] == 1
+        super().load_state_dict({k: v for k, v in state.items() if k != "rank"})
+
+
+def test_state_of_an_optimizer_that_is_not_known_may_have_any_form() -> None:
+    param = half(1.0, 2.0)
+    optimizer = FP16_Optimizer(Projecting([param], lr=0.5), verbose=False)
+    [master] = masters(optimizer)
+    optimizer.state[master] = {"exp_avg": torch.ones(1), "step": [1, 2]}
+    state = seed_dict(optimizer, LossScaler(8.0))
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(state)
+    assert_same(optimizer.state[master], {"exp_avg": torch.ones(1), "step": [1, 2]})
+    assert optimizer.loss_scale == 8.0

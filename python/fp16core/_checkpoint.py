@@ -101,7 +101,7 @@ def _read_own(state: Mapping[str, Any], receiver: Receiver) -> Checkpoint:
                 f"but got {type(state[key]).__name__}"
             )
     inner = state["optimizer_state_dict"]
-    check_inner(inner, receiver.groups)
+    check_inner(inner, receiver)
     warning = _check_class(state["optimizer_class"], inner, receiver.optimizer)
     masters = state["fp32_from_fp16"]
     positions = state["fp32_from_fp16_positions"]

@@ -10,6 +10,7 @@ import torch
 
 from fp16core import _core
 from fp16core._parameter_names import parameter_names
+from fp16core._update_rule import find_rule
 from fp16core.load_report import LoadReport
 
 # State that has the shape of its parameter, whichever optimizer it is of.
@@ -64,7 +65,8 @@ class Checkpoint:
 
     def report(self) -> LoadReport:
         """Return what :class:`LoadReport` says of it."""
-        entries = [e for e in self.optimizer_state["state"].values() if e]
+        state = self.optimizer_state["state"].values()
+        entries = [e for e in state if isinstance(e, Mapping) and e]
         keys = {key: None for entry in entries for key in entry if key != "step"}
         restored: dict[str, str] = {}
         if self.masters is not None:
@@ -184,13 +186,20 @@ def check_form(state: Any, origin: str = "") -> None:
         )
 
 
-def check_inner(state: Any, groups: list[list[torch.Tensor]], origin: str = "") -> None:
-    """Raise unless ``state``, of ``torch.optim``, fits parameters in ``groups``."""
+def check_inner(state: Any, receiver: Receiver, origin: str = "") -> None:
+    """Raise unless ``state``, in the form of ``torch.optim``, fits the receiver.
+
+    Shapes in it are compared where the core knows the optimizer: others may have
+    state of any form.
+    """
+    groups = receiver.groups
     check_form(state, origin)
     saved = [len(group["params"]) for group in state["param_groups"]]
     own = [len(group) for group in groups]
     if saved != own:
         raise fail(f"must have groups of {own} parameters, but got {saved}", origin)
+    if isinstance(find_rule(receiver.optimizer), str):
+        return
     entries = state["state"]
     for number, (group, params) in enumerate(
         zip(state["param_groups"], groups, strict=True)

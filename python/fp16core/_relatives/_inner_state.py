@@ -49,7 +49,7 @@ def translate(
             )
         groups, entries = _split(groups, entries, receiver, origin)
     else:
-        check_inner(state, receiver.groups, origin)
+        check_inner(state, receiver, origin)
     own_groups = receiver.optimizer.param_groups
     for number, (group, own) in enumerate(zip(groups, own_groups, strict=True)):
         missing = own.keys() - group.keys() - {"params", "param_names", "step"}
@@ -69,8 +69,8 @@ def translate(
             options["param_names"] = own["param_names"]
         _spread_step(options, own, entries, common_step)
         translated.append(options)
-    result = {"state": entries, "param_groups": translated}
-    check_inner(result, receiver.groups, origin)
+    result = {**state, "state": entries, "param_groups": translated}
+    check_inner(result, receiver, origin)
     return result
 
 
@@ -86,8 +86,9 @@ def _spread_step(
         return
     group.pop("step", None)
     for key in group["params"]:
-        if entries.get(key) and "step" not in entries[key]:
-            entries[key] = {"step": step, **entries[key]}
+        entry = entries.get(key)
+        if isinstance(entry, Mapping) and entry:
+            entries[key] = {"step": step, **entry}
 
 
 def _split(
