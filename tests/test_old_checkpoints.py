@@ -27,6 +27,10 @@ def load(name: str, model_first: bool = True, by_name: bool = False) -> Target:
     return target
 
 
+APEX, CORE = "apex_fp16_utils_adam.pt", "megatron_core_adam.pt"
+FUSED, UNFUSED = "deepspeed_fused_adam.pt", "deepspeed_unfused_adam.pt"
+FLAT, AMP = "fairseq_adam_flat.pt", "apex_amp_o2_adam.pt"
+TORCH = "torch_amp_adam.pt"
 every_file = pytest.mark.parametrize("name", ENTRIES)
 
 
@@ -375,6 +379,36 @@ def test_apex_amp_has_a_scaler_for_each_loss() -> None:
     assert_same(target.everything(), before)
 
 
+def test_a_scale_above_the_present_ceiling_is_still_the_scale() -> None:
+    target, saved = Target(ENTRIES[AMP]), read(AMP)
+    target.optimizer.loss_scaler.max_scale = 1024.0
+    target.optimizer.load_state_dict(saved)
+    assert target.optimizer.loss_scale == 2048.0
+
+
+@pytest.mark.parametrize("name", ["fairseq_sgd_per_tensor.pt", "apex_amp_o2_adam.pt"])
+def test_masters_that_a_file_lacks_are_the_weights_and_no_more(name: str) -> None:
+    # What the receiver's masters know beyond the weights is of another run.
+    target, saved = Target(ENTRIES[name]), read(name)
+    target.model.load_state_dict(saved["model"])
+    with torch.no_grad():
+        for master in target.optimizer.all_fp32_from_fp16_params:
+            master += master * 2.0**-14  # less than the model can show
+    saved = {key: value for key, value in saved.items() if key != "model"}
+    target.optimizer.load_state_dict(saved)
+    assert_same(target.masters(), named(ENTRIES[name]["masters"]))
+
+
+def test_options_that_an_old_file_lacks_stay() -> None:
+    target = Target(ENTRIES["megatron_old_pickle_adam.pt"])
+    for group in target.optimizer.param_groups:
+        group.update(fused=True, maximize=True, amsgrad=True)
+    target.optimizer.load_state_dict(read("megatron_old_pickle_adam.pt"))
+    for group in target.optimizer.param_groups:
+        kept = (group["fused"], group["maximize"], group["amsgrad"])
+        assert kept == (True, True, False)
+
+
 # Forms of other writers.
 
 
@@ -461,10 +495,6 @@ def put(state: Any, path: tuple[Any, ...], value: Any) -> None:
         state[last] = value
 
 
-APEX, CORE = "apex_fp16_utils_adam.pt", "megatron_core_adam.pt"
-FUSED, UNFUSED = "deepspeed_fused_adam.pt", "deepspeed_unfused_adam.pt"
-FLAT, AMP = "fairseq_adam_flat.pt", "apex_amp_o2_adam.pt"
-TORCH = "torch_amp_adam.pt"
 INNER = ("optimizer", "optimizer_state_dict")
 BAD: list[tuple[str, tuple[Any, ...], Any, str]] = [
     (APEX, ("optimizer", "fp32_from_fp16"), ..., "of apex.* without fp32_from_fp16$"),
