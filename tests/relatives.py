@@ -13,7 +13,6 @@ FOLDER = pathlib.Path(__file__).parent / "data" / "relatives"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())
 ENTRIES: dict[str, Any] = EXPECTED["checkpoints"]
 
-# Where a project keeps what its parameters become, for what its file leaves out.
 Names = dict[str, torch.Tensor]
 
 
@@ -55,7 +54,6 @@ class Target:
             }
             for group in inner["param_groups"]
         ]
-        # Momentum needs to be on for SGD to take nesterov.
         kind = getattr(torch.optim, inner["class"].rpartition(".")[2])
         self.optimizer = FP16_Optimizer(kind(groups), verbose=False)
         self.optimizer.loss_scaler = self.scaler(entry["scaler"])

@@ -14,7 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from fp16core import FP16_Optimizer, PickledObject, load_checkpoint
+from fp16core import (
+    DynamicLossScaler,
+    FP16_Optimizer,
+    LossScaler,
+    PickledObject,
+    load_checkpoint,
+)
 from helpers import assert_same, copy_of, half, train
 from relatives import ENTRIES, EXPECTED, FOLDER, read
 
@@ -111,6 +117,16 @@ def test_our_own_files_and_plain_ones_are_read(
     torch.save(state, tmp_path / "own.pt", _use_new_zipfile_serialization=new_zip)
     got = load_checkpoint(tmp_path / "own.pt")
     assert_same(copy_of(got), copy_of(state))
+
+
+@pytest.mark.parametrize("new_zip", [True, False])
+def test_our_own_scalers_are_read_as_they_are(new_zip: bool) -> None:
+    dynamic = DynamicLossScaler.preset("fairseq", scale_window=5)
+    dynamic.update_scale(True)
+    got = load_checkpoint(save([LossScaler(8.0), dynamic], new_zip))
+    assert [type(scaler) for scaler in got] == [LossScaler, DynamicLossScaler]
+    assert [repr(scaler) for scaler in got] == [repr(LossScaler(8.0)), repr(dynamic)]
+    assert got[1].overflows_since_rescale == dynamic.overflows_since_rescale
 
 
 def save(value: Any, new_zip: bool = True) -> io.BytesIO:

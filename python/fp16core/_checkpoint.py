@@ -87,9 +87,9 @@ def _read_own(state: Mapping[str, Any], receiver: Receiver) -> Checkpoint:
     if missing:
         raise fail(
             "must be one of FP16_Optimizer (loss_scaler, ..., optimizer_state_dict, "
-            "fp32_from_fp16, format_version, ...), of torch.optim (state, "
-            "param_groups), of a project that it follows, or a dict with one of them "
-            f"as optimizer, but got one without {', '.join(missing)}"
+            "fp32_from_fp16, format_version, ...), of a project that it follows, or of "
+            "torch.optim (state, param_groups), or hold one of them as optimizer, but "
+            f"got one without {', '.join(missing)}"
         )
     version = state["format_version"]
     if version != FORMAT_VERSION:

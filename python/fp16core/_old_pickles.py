@@ -21,7 +21,7 @@ from torch.serialization import (
     safe_globals,
 )
 
-from fp16core import _numpy_pickles
+from fp16core import _numpy_pickles, loss_scaler
 
 # Classes of loss scalers in projects that pickle the object.
 _SCALERS = frozenset(
@@ -34,6 +34,11 @@ _SCALERS = frozenset(
         "MegatronGradScaler",
     )
 )
+# Our own, which do nothing but hold numbers.
+_OWN = {
+    f"{loss_scaler.__name__}.{name}": getattr(loss_scaler, name)
+    for name in ("DynamicLossScaler", "LossScaler", "_restore")
+}
 _OWNER = "load_checkpoint"
 # The number that files of before torch 1.6 begin with.
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -229,6 +234,8 @@ def _is_safe(name: str) -> bool:
 
 def _replacement(name: str, label: Any, as_data: frozenset[str]) -> Any:
     """Return what stands for a name that torch does not allow, or raise."""
+    if name in _OWN:
+        return _OWN[name]
     if name in _numpy_pickles.REPLACEMENTS:
         return _numpy_pickles.REPLACEMENTS[name]
     if name == "argparse.Namespace":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -313,8 +313,3 @@ def place_masters(
         checkpoint.positions.append([i for i, _ in own if i in halves])
         checkpoint.masters.append([value for i, value in own if i in halves])
         checkpoint.natives += [(group[i], v) for i, v in own if i not in halves]
-
-
-def listed(names: Iterable[str]) -> str:
-    """Return names as they are listed in a report."""
-    return ", ".join(names)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fp16core import _core
-from fp16core._receiver import fail, listed
+from fp16core._receiver import fail
 from fp16core.loss_scaler import DynamicLossScaler, LossScaler
 
 # Where a parameter of another project stands in a scaler of ours.
@@ -33,7 +33,7 @@ def present_parameters(
     A static scaler has none of them: the project's defaults stand then. The second
     result is what the report says.
     """
-    what = listed(names)
+    what = ", ".join(names)
     if not isinstance(scaler, _core.DynamicLossScaler):
         return {}, {what: "not in the checkpoint; the project's defaults stand"}
     parameters: dict[str, float | None] = {}
