@@ -215,7 +215,9 @@ struct FP16Optimizer::Impl {
                 given.check_overflow(),
                 given.on_min_scale(),
                 given.track_model_writes(),
-                given.materialize_master_grads()},
+                given.materialize_master_grads(),
+                given.combine(),
+                given.history_size()},
             make_scaler(given)) {
     if (!insists.empty()) {
       TORCH_CHECK_VALUE(
@@ -225,6 +227,11 @@ struct FP16Optimizer::Impl {
           ", but got ",
           no_rule(inner));
     }
+    TORCH_CHECK_VALUE(
+        given.history_size() >= 0,
+        "FP16Optimizer: history_size must be at least 0, but got ",
+        given.history_size());
+    tell_traits(params_of(inner));
     core.master_weights().check(params_of(inner));
     for (const auto& group : inner.param_groups()) {
       for (const auto& parameter : group.params()) {
@@ -268,7 +275,28 @@ struct FP16Optimizer::Impl {
     if (!weights().is_current(addresses)) {
       detail::check_state_is_known(inner, "FP16Optimizer");
       detail::adopt(inner, weights().ingest(params_of(inner)));
+      tell_traits(weights().parameters());
     }
+  }
+
+  // Tells the core what the application knows of the model's parameters.
+  void tell_traits(const ParamGroups& parameters) {
+    const auto collect = [&](const auto& trait, auto values) {
+      if (trait) {
+        for (const auto& group : parameters) {
+          auto& of_group = values.emplace_back();
+          for (const auto& parameter : group) {
+            of_group.push_back(trait(parameter));
+          }
+        }
+      }
+      return values;
+    };
+    weights().set_names(collect(
+        options.parameter_names(),
+        std::vector<std::vector<std::string>>()));
+    weights().set_counted(
+        collect(options.counts_in_norm(), std::vector<std::vector<bool>>()));
   }
 
   void tell(const std::string& line) const {
@@ -298,6 +326,11 @@ struct FP16Optimizer::Impl {
   void tell_messages() {
     for (const auto& message : core.take_messages()) {
       warn(message);
+    }
+    for (const auto& record : core.take_skips()) {
+      if (options.on_skip()) {
+        options.on_skip()(record);
+      }
     }
   }
 
@@ -423,6 +456,18 @@ struct FP16Optimizer::Impl {
   std::vector<std::vector<const c10::TensorImpl*>> addresses;
 };
 
+std::function<std::string(const at::Tensor&)> names_of(
+    const torch::nn::Module& module) {
+  std::unordered_map<const c10::TensorImpl*, std::string> names;
+  for (const auto& item : module.named_parameters()) {
+    names.emplace(item.value().unsafeGetTensorImpl(), item.key());
+  }
+  return [names = std::move(names)](const at::Tensor& parameter) {
+    const auto found = names.find(parameter.unsafeGetTensorImpl());
+    return found == names.end() ? std::string() : found->second;
+  };
+}
+
 FP16Optimizer::FP16Optimizer(
     Optimizer& optimizer,
     const FP16OptimizerOptions& options)
@@ -444,11 +489,18 @@ void FP16Optimizer::backward(
   if (inputs) {
     wanted = *inputs;
   }
-  scale_loss(loss).backward(
-      /*gradient=*/{},
-      retain_graph || create_graph,
-      create_graph,
-      wanted);
+  try {
+    scale_loss(loss).backward(
+        /*gradient=*/{},
+        retain_graph || create_graph,
+        create_graph,
+        wanted);
+  } catch (...) {
+    if (update_master_grads) {
+      impl_->core.fail_update();
+    }
+    throw;
+  }
   if (update_master_grads) {
     this->update_master_grads();
   }
@@ -463,7 +515,12 @@ at::Tensor FP16Optimizer::scale_loss(const at::Tensor& loss) {
 }
 
 void FP16Optimizer::update_master_grads() {
-  impl_->ingest();
+  try {
+    impl_->ingest();
+  } catch (...) {
+    impl_->core.fail_update();
+    throw;
+  }
   impl_->core.update_master_grads();
 }
 
@@ -496,6 +553,10 @@ std::int64_t FP16Optimizer::steps_skipped() const {
 
 GradientReport FP16Optimizer::gradient_report() const {
   return impl_->weights().report();
+}
+
+const std::deque<StepRecord>& FP16Optimizer::history() const {
+  return impl_->core.history();
 }
 
 std::string FP16Optimizer::step_mode() const {

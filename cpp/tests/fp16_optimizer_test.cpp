@@ -657,6 +657,80 @@ TEST_CASE("the report says where the overflow was") {
   CHECK(report.tensors[0].norm == std::sqrt(3.0));
 }
 
+TEST_CASE("parameters are named, and skipped steps recorded and told") {
+  struct Module : torch::nn::Module {
+    Module() {
+      half = register_parameter("half", at::zeros({1}, at::kHalf));
+      native = register_parameter("native", at::zeros({1}));
+    }
+    at::Tensor half, native;
+  } module;
+  torch::optim::SGD sgd(module.parameters(), 1.0);
+  std::vector<StepRecord> skips;
+  FP16Optimizer optimizer(
+      sgd,
+      Options()
+          .static_loss_scale(4)
+          .parameter_names(names_of(module))
+          .log(ignore)
+          .history_size(2)
+          .on_skip([&](const StepRecord& record) { skips.push_back(record); }));
+  for (const double weight : {1.0, kInf, 2.0}) {
+    optimizer.zero_grad();
+    optimizer.backward(
+        module.half.to(at::kFloat).sum() + module.native.sum() * weight);
+    optimizer.step();
+  }
+  REQUIRE(skips.size() == 1);
+  CHECK(skips[0].step == 2);
+  CHECK(skips[0].scale == 4.0);
+  REQUIRE(skips[0].culprits.size() == 1);
+  CHECK(skips[0].culprits[0].name == "native");
+  REQUIRE(optimizer.history().size() == 2);
+  CHECK(optimizer.history()[1].norm == std::sqrt(5.0));
+  CHECK(optimizer.gradient_report().tensors[0].name == "half");
+  CHECK(error_of<c10::ValueError>([&] {
+          torch::optim::SGD other(module.parameters(), 1.0);
+          const FP16Optimizer refused(other, Options().history_size(-1));
+        }) == "FP16Optimizer: history_size must be at least 0, but got -1");
+}
+
+TEST_CASE("processes of an application decide alike") {
+  const auto half = at::zeros({2}, at::kHalf).requires_grad_();
+  const auto shared = at::zeros({1}).requires_grad_();
+  torch::optim::SGD sgd({half, shared}, 1.0);
+  double other = 0.0;
+  FP16Optimizer optimizer(
+      sgd,
+      Options()
+          .dynamic_loss_scale(true)
+          .init_scale(4)
+          .log(ignore)
+          .combine([&](double value, Reduction reduction) {
+            return reduction == Reduction::kSum ? value + other
+                                                : std::max(value, other);
+          })
+          .counts_in_norm([&](const at::Tensor& parameter) {
+            return !parameter.is_same(shared);
+          }));
+  const auto backward = [&] {
+    optimizer.zero_grad();
+    optimizer.backward(
+        half.to(at::kFloat).dot(at::tensor({3.0F, 4.0F})) + shared.sum());
+  };
+  backward();
+  other = 144.0;
+  CHECK(optimizer.clip_master_grads(100.0).item<float>() == 13.0F);
+  other = 1.0;
+  backward();
+  optimizer.step();
+  CHECK(optimizer.overflow());
+  CHECK(optimizer.loss_scale() == 2.0);
+  other = 2.0;
+  CHECK_THROWS_AS(backward(), c10::Error);
+  CHECK_THROWS_AS(optimizer.backward(at::ones({2})), c10::Error);
+}
+
 TEST_CASE("gradients are cleared on masters and model") {
   const Net net;
   torch::optim::SGD sgd(net.weights, 0.1);

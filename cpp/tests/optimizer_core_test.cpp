@@ -609,3 +609,234 @@ TEST_CASE("a weight beyond the half range is a message") {
       "dtype and was stored as inf, in group 0, index 0: shape [1], float16, "
       "cpu");
 }
+
+// ---- other processes ----
+
+namespace {
+
+// A door behind which another process says what it is told to say.
+struct Other {
+  double flag = 0.0;
+  double sum = 0.0;
+  double largest = 0.0;
+  // What was asked of it since the last `forget`.
+  std::vector<double> maxima;
+  std::vector<double> sums;
+
+  void forget() {
+    maxima.clear();
+    sums.clear();
+  }
+
+  Combine door() {
+    return [this](double value, Reduction reduction) {
+      if (reduction == Reduction::kSum) {
+        sums.push_back(value);
+        return value + sum;
+      }
+      maxima.push_back(value);
+      return std::max(value, std::max(flag, largest));
+    };
+  }
+};
+
+OptimizerCoreOptions with(const Combine& combine) {
+  OptimizerCoreOptions options;
+  options.combine = combine;
+  return options;
+}
+
+} // namespace
+
+TEST_CASE("an overflow in another process skips the step here") {
+  Other other;
+  OneWeight one(dynamic({.init_scale = 8.0}), with(other.door()));
+  CHECK(one.iterate(1.0));
+  other.flag = 1.0;
+  CHECK_FALSE(one.iterate(1.0));
+  CHECK(one.facade.core().overflow());
+  CHECK(equals(one.weight, {0.5}));
+  CHECK(one.facade.core().loss_scaler()->loss_scale() == 4.0);
+  CHECK(one.facade.core().clip_master_grads(1.0).item<float>() == -1.0F);
+  const auto& last = one.facade.core().history().back();
+  CHECK(last.overflow);
+  CHECK(last.culprits.empty());
+  other.flag = 0.0;
+  CHECK(one.iterate(1.0));
+  CHECK(equals(one.weight, {0.0}));
+}
+
+TEST_CASE("an overflow here is told, in one call an update") {
+  Other other;
+  OneWeight one(dynamic({.init_scale = 8.0}), with(other.door()));
+  one.iterate(kTooLarge);
+  CHECK(other.maxima == std::vector<double>{1.0});
+  other.forget();
+  one.facade.core().zero_grad(true);
+  one.facade.update(); // no gradients here
+  CHECK(other.maxima == std::vector<double>{0.0});
+}
+
+TEST_CASE("where a process fails the others throw, and none steps") {
+  Other other;
+  OneWeight one(fixed(8.0), with(other.door()));
+  other.flag = 2.0;
+  CHECK(
+      error_of<c10::Error>([&] { one.iterate(1.0); }) ==
+      "FP16_Optimizer.update_master_grads: all processes must take their "
+      "gradients, but got an error in another one");
+  CHECK_FALSE(one.facade.step());
+  CHECK(one.facade.core().steps_skipped() == 0);
+  other.flag = 0.0;
+  other.forget();
+  one.weight.mutable_grad().reset();
+  one.backward(1.0);
+  // A sparse CSR gradient is of a kind that nobody takes.
+  one.weight.mutable_grad() = at::ones({1, 1}).to_sparse_csr();
+  CHECK_THROWS_AS(one.facade.update(), c10::NotImplementedError);
+  CHECK(other.maxima == std::vector<double>{2.0});
+  other.forget();
+  one.facade.core().fail_update();
+  CHECK(other.maxima == std::vector<double>{2.0});
+}
+
+TEST_CASE("norms count what each process has to count") {
+  Other other;
+  const auto shared = parameter({0.0, 0.0}, at::kHalf);
+  const auto own = parameter({0.0}, at::kFloat);
+  OptimizerCoreOptions options = with(other.door());
+  Facade facade(
+      {shared, own},
+      torch::optim::SGDOptions(1.0),
+      fixed(2.0),
+      options);
+  facade.core().master_weights().set_counted({{false}});
+  const auto take = [&] {
+    facade.core().zero_grad(true);
+    facade.backward(
+        shared.to(at::kFloat).dot(at::tensor({3.0F, 4.0F})) + own.sum() * 12);
+    facade.update();
+    other.forget();
+  };
+  take();
+  other.sum = 25.0; // the other one counts what both have
+  CHECK(facade.core().clip_master_grads(6.5).item<float>() == 13.0F);
+  CHECK(other.sums == std::vector<double>{144.0});
+  const double half = 6.5 / (13.0 + 1e-6);
+  CHECK(own.grad().item<float>() == 12.0F * static_cast<float>(half));
+  // After clipping nothing is measured any more.
+  other.forget();
+  other.sum = 0.0;
+  CHECK(
+      facade.core().clip_master_grads(100.0).item<double>() ==
+      doctest::Approx(6.0).epsilon(1e-6));
+  take();
+  other.largest = 40.0;
+  CHECK(facade.core().clip_master_grads(100.0, HUGE_VAL).item<float>() == 40);
+  CHECK(other.maxima == std::vector<double>{12.0});
+  other.largest = 0.0;
+  take();
+  other.sum = 7.0;
+  CHECK(facade.core().clip_master_grads(100.0, 1.0).item<float>() == 19.0F);
+  CHECK(other.sums == std::vector<double>{12.0});
+}
+
+TEST_CASE("an exception at the door comes out") {
+  OneWeight one(fixed(8.0), with([](double, Reduction) -> double {
+                  throw std::runtime_error("the others are gone");
+                }));
+  CHECK_THROWS_WITH_AS(
+      one.iterate(1.0),
+      "the others are gone",
+      std::runtime_error);
+}
+
+// ---- names and history ----
+
+TEST_CASE("names are told in reports, errors and messages") {
+  OneWeight one(dynamic({.init_scale = 2.0, .min_scale = 2.0}));
+  one.facade.core().master_weights().set_names({{"layer.weight"}});
+  one.backward(1.0);
+  CHECK(
+      error_of<c10::Error>([&] { one.facade.step(); })
+          .find(
+              "group 0, index 0, "
+              "layer.weight: "
+              "shape [1]") != std::string::npos);
+  one.iterate(kTooLarge);
+  const auto report = one.facade.core().master_weights().report();
+  CHECK(report.tensors[0].name == "layer.weight");
+  REQUIRE(report.culprits().size() == 1);
+  CHECK(report.culprits()[0].inf_count == 1);
+  const auto messages = one.facade.core().take_messages();
+  REQUIRE(messages.size() == 1);
+  CHECK(
+      messages[0].find(
+          "first at group 0, index 0, layer.weight: shape [1], float16, cpu, "
+          "with 1 inf and 0 NaN") != std::string::npos);
+}
+
+TEST_CASE("the history has a record for every step") {
+  OptimizerCoreOptions options;
+  options.history_size = 3;
+  OneWeight one(dynamic({.init_scale = 1024.0}), options);
+  one.iterate(1.0);
+  one.iterate(kTooLarge);
+  one.iterate(std::nan(""));
+  one.iterate(2.0);
+  const auto& history = one.facade.core().history();
+  REQUIRE(history.size() == 3);
+  CHECK(history[0].step == 2);
+  CHECK(history[0].scale == 1024.0);
+  CHECK(history[0].overflow);
+  CHECK(history[0].skipped_in_a_row == 1);
+  REQUIRE(history[0].culprits.size() == 1);
+  CHECK(history[0].culprits[0].inf_count == 1);
+  CHECK(history[0].culprits[0].nan_count == 0);
+  CHECK(history[1].scale == 512.0);
+  CHECK(history[1].culprits[0].nan_count == 1);
+  CHECK(history[1].skipped_in_a_row == 2);
+  CHECK(history[2].step == 4);
+  CHECK(history[2].scale == 256.0);
+  CHECK_FALSE(history[2].overflow);
+  CHECK(history[2].norm == 2.0);
+  CHECK(history[2].skipped_in_a_row == 0);
+  CHECK(history[2].culprits.empty());
+  const auto skips = one.facade.core().take_skips();
+  REQUIRE(skips.size() == 2);
+  CHECK(skips[1].step == 3);
+  CHECK(one.facade.core().take_skips().empty());
+}
+
+TEST_CASE("a step that a scaler refuses to go on after is a skipped one") {
+  DynamicLossScalerOptions rule{.init_scale = 1.0};
+  rule.raise_at_floor = true;
+  OneWeight one(dynamic(rule));
+  CHECK_THROWS_AS(one.iterate(kTooLarge), LossScaleError);
+  CHECK(one.facade.core().steps_skipped() == 1);
+  CHECK(one.facade.core().history().size() == 1);
+  CHECK(equals(one.weight, {1.0}));
+  CHECK(one.iterate(1.0));
+}
+
+TEST_CASE("a scaler that tolerates every overflow does not hold a closure up") {
+  DynamicLossScalerOptions rule{.init_scale = 4.0};
+  rule.tolerance = 1.0;
+  OneWeight one(dynamic(rule));
+  REQUIRE(one.iterate(1.0)); // now no share of overflows is all of them
+  auto& core = one.facade.core();
+  core.begin_closure_step();
+  int evaluations = 0;
+  auto outcome = Evaluation::kRepeat;
+  while (outcome == Evaluation::kRepeat) {
+    REQUIRE(++evaluations < 5000);
+    core.begin_evaluation();
+    core.zero_grad(true);
+    one.backward(std::nan(""));
+    one.facade.update();
+    outcome = core.end_evaluation();
+  }
+  CHECK((outcome == Evaluation::kSkip));
+  core.abandon_step(true);
+  CHECK(core.loss_scaler()->loss_scale() == 4.0);
+}

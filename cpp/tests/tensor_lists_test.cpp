@@ -537,3 +537,111 @@ TEST_CASE("copies that do not pair are refused, and nothing changed") {
   CHECK(equals(target, {0.0, 0.0}));
   CHECK(equals(memory, {0.0, 1.0, 2.0}));
 }
+
+TEST_CASE("tensors are copied with a factor between every two dtypes") {
+  for (const auto from : kAllTypes) {
+    for (const auto to : kAllTypes) {
+      CAPTURE(std::string(c10::toString(from)));
+      CAPTURE(std::string(c10::toString(to)));
+      for (const auto& layout : kLayouts) {
+        for (const auto& other : kLayouts) {
+          const auto source = layout(counted(from));
+          const auto target = other(at::zeros({3, 4, 2, 5}, to));
+          CHECK_FALSE(scaled_copy_({target}, {source}, 0.375));
+          // Exact in all of them.
+          CHECK(same(target, (counted(at::kDouble) * 0.375).to(to)));
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("a factor is rounded to float32, and the product to the target") {
+  const auto source = tensor({3.0, -7.0, 1e-3}, at::kFloat);
+  const auto target = at::zeros({3}, at::kHalf);
+  scaled_copy_({target}, {source}, 0.1);
+  CHECK(same(target, (source * 0.1F).to(at::kHalf)));
+  const auto wide = at::zeros({3}, at::kDouble);
+  scaled_copy_({wide}, {source.to(at::kDouble)}, 0.1);
+  CHECK(same(wide, source.to(at::kDouble) * 0.1));
+}
+
+TEST_CASE("a scaled copy tells of inf and NaN in its sources alone") {
+  for (const auto type : kAllTypes) {
+    const auto target = at::zeros({2}, at::kHalf);
+    CHECK(scaled_copy_({target}, {tensor({1.0, kNan}, type)}, 1.0));
+    CHECK(scaled_copy_({target}, {tensor({kInf, 2.0}, type)}, 0.5));
+    CHECK(equals(target, {kInf, 1.0}));
+  }
+  const auto target = at::zeros({2}, at::kHalf);
+  CHECK_FALSE(scaled_copy_({target}, {tensor({1.0, 2.0}, at::kFloat)}, 1e30));
+  CHECK(equals(target, {kInf, kInf}));
+  CHECK_FALSE(scaled_copy_({}, {}, 2.0));
+  CHECK_FALSE(scaled_copy_({at::Tensor()}, {at::Tensor()}, 2.0));
+}
+
+TEST_CASE("a scaled copy may be in place") {
+  for (const auto type : kAllTypes) {
+    const auto values = tensor({1.0, 2.0, -4.0}, type);
+    scaled_copy_({values}, {values}, 0.5);
+    CHECK(equals(values, {0.5, 1.0, -2.0}));
+  }
+}
+
+TEST_CASE("scaled copies that do not pair are refused") {
+  const auto target = at::ones({2});
+  CHECK(
+      error_of<c10::ValueError>(
+          [&] { scaled_copy_({target}, {at::ones({3})}, 1.0); }) ==
+      "scaled_copy_: targets and sources must have the same shapes, but got "
+      "[2] and [3] at index 0");
+  CHECK(error_of<std::invalid_argument>([&] {
+          scaled_copy_({target}, {target}, kNan);
+        }) == "scaled_copy_: factor must be a number, but got nan");
+  CHECK(equals(target, {1.0, 1.0}));
+}
+
+TEST_CASE("two lists are added with factors") {
+  for (const auto type : kAllTypes) {
+    for (const auto to : kAllTypes) {
+      const auto x = tensor({1.0, 2.0, kInf}, type);
+      const auto y = tensor({4.0, -8.0, 1.0}, at::kFloat);
+      const auto target = at::zeros({3}, to);
+      axpby_(
+          {target, at::Tensor()},
+          2.0,
+          {x, at::Tensor()},
+          0.5,
+          {y, at::Tensor()});
+      CHECK(equals(target, {4.0, 0.0, kInf}));
+    }
+  }
+  CHECK_THROWS_AS(
+      axpby_({at::zeros({2})}, 1.0, {at::zeros({2})}, 1.0, {at::zeros({3})}),
+      c10::ValueError);
+}
+
+TEST_CASE("norms are those of each tensor and of all") {
+  for (const auto type : kAllTypes) {
+    for (const auto& layout : kLayouts) {
+      const auto values = layout(counted(type));
+      const auto found =
+          norms({tensor({3.0, 4.0}, type), at::Tensor(), values}, 0.5);
+      const double large =
+          counted(at::kDouble).square().sum().sqrt().item<double>() / 2;
+      CHECK(found.total.sizes() == at::IntArrayRef({1}));
+      CHECK((found.total.scalar_type() == at::kFloat));
+      CHECK(found.per_tensor[0].item<float>() == 2.5F);
+      CHECK(found.per_tensor[1].item<float>() == 0.0F);
+      CHECK(found.per_tensor[2].item<float>() == static_cast<float>(large));
+      CHECK(
+          found.total.item<float>() ==
+          static_cast<float>(std::hypot(2.5, large)));
+    }
+  }
+  // Squares beyond float32 do not hurt.
+  CHECK(norms({at::full({4}, 1e30F)}).total.item<float>() == 2e30F);
+  CHECK(norms({}).total.item<float>() == 0.0F);
+  CHECK(norms({}).per_tensor.numel() == 0);
+  CHECK_THROWS_AS(norms({at::ones({2}, at::kInt)}), c10::TypeError);
+}

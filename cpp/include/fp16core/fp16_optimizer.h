@@ -4,16 +4,20 @@
 #pragma once
 
 #include <fp16core/api.h>
+#include <fp16core/combine.h>
 #include <fp16core/gradient_report.h>
 #include <fp16core/loss_scaler.h>
 #include <fp16core/optimizer_core.h>
 #include <fp16core/state_dict.h>
+#include <fp16core/step_record.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
+#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -40,7 +44,8 @@ struct FP16CORE_API FP16OptimizerOptions {
   TORCH_ARG(bool, consecutive_hysteresis) =
       DynamicLossScalerOptions{}.consecutive_hysteresis;
   TORCH_ARG(double, backoff_factor) = DynamicLossScalerOptions{}.backoff_factor;
-  /// A scaler to use in the place of all of the above.
+  /// A scaler to use in the place of all of the above, for one by
+  /// `scale_policy`, or that several optimizers share.
   TORCH_ARG(std::shared_ptr<LossScaler>, loss_scaler) = nullptr;
 
   /// Whether to tell what is ingested: a line a group, and a line a parameter.
@@ -62,11 +67,34 @@ struct FP16CORE_API FP16OptimizerOptions {
   /// are the same.
   TORCH_ARG(bool, materialize_master_grads) = true;
 
+  /// Returns the name of a parameter of the model, for reports and messages;
+  /// see `names_of`.
+  TORCH_ARG(std::function<std::string(const at::Tensor&)>, parameter_names) =
+      nullptr;
+  /// The door to other processes that decide alike: an overflow in one skips
+  /// the step in all, and the norm that is clipped is that over all. All of
+  /// them have to take part in every update and every clipping, gradients or
+  /// not. For models that are split over processes.
+  TORCH_ARG(Combine, combine) = nullptr;
+  /// With `combine`, whether this process counts a parameter of the model in
+  /// norms, so that what several have is counted once. By default it counts
+  /// all.
+  TORCH_ARG(std::function<bool(const at::Tensor&)>, counts_in_norm) = nullptr;
+  /// Called with the record of every skipped step.
+  TORCH_ARG(std::function<void(const StepRecord&)>, on_skip) = nullptr;
+  /// How many records `history` keeps.
+  TORCH_ARG(std::int64_t, history_size) = 1000;
+
   /// Where messages go, a line each: changes of the scale, weights beyond the
   /// half range, and what `verbose` tells. By default what is told goes to
   /// std::cout and the rest to torch's warnings.
   TORCH_ARG(std::function<void(const std::string&)>, log) = nullptr;
 };
+
+/// Returns a function that knows the names of a module's parameters as they are
+/// now, for `FP16OptimizerOptions::parameter_names`.
+FP16CORE_API std::function<std::string(const at::Tensor&)> names_of(
+    const torch::nn::Module& module);
 
 /// Wraps an optimizer of `torch::optim` so that it trains float16 and bfloat16
 /// parameters well.
@@ -189,6 +217,8 @@ class FP16CORE_API FP16Optimizer {
   std::int64_t steps_skipped() const;
   /// What the last update found, for each gradient and in total.
   GradientReport gradient_report() const;
+  /// What the last steps came to, oldest first.
+  const std::deque<StepRecord>& history() const;
   /// How a step is made: "fused Adam" by the core's rule of that name, or
   /// "generic (...)" by the wrapped optimizer, and why.
   std::string step_mode() const;

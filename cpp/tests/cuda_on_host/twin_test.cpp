@@ -5,6 +5,8 @@
 #include "device_on_host.h"
 #include "runtime_on_host.h"
 
+#include <fp16core/scale_policies.h>
+
 #include "kernels.h"
 #include "oracle.h"
 
@@ -891,6 +893,50 @@ TEST_CASE("SGD's first step fills its buffer, by itself alone") {
 }
 
 // ---- decisions ----
+
+TEST_CASE("CUDA moves the scale by every policy as the host does") {
+  const auto cuda = make_cuda_kernels(c10::kCPU);
+  Random random(13);
+  for (const auto& name : scale_policy_names()) {
+    CAPTURE(name);
+    auto options = scale_policy(name);
+    options.init_scale = 64.0;
+    options.scale_window = 3.0;
+    // A device raises nothing; what else there is to these two stays.
+    options.raise_at_floor = false;
+    options.error_scale = 0.0;
+    options.tolerance = name == "fairseq" ? 0.4 : 0.0;
+    DynamicLossScaler want(options);
+    auto got = want.state();
+    StepCounts counts;
+    for (int i = 0; i < 300; ++i) {
+      const bool overflow = random.below(4) == 0;
+      Buffer source(ScalarType::Float, 4);
+      for (int j = 0; j < 4; ++j) {
+        source.set(j, 0.5);
+      }
+      source.set(2, overflow ? HUGE_VAL : 0.5);
+      cuda->take_gradients(
+          GradientItem{
+              source.data(),
+              nullptr,
+              4,
+              ScalarType::Float,
+              ScalarType::Float,
+              true},
+          {1.0});
+      cuda->end_iteration(ScaleRule{options, true}, true, &got, &counts);
+      want.update_scale(overflow);
+      REQUIRE(got.cur_scale == want.state().cur_scale);
+      REQUIRE(got.cur_hysteresis == want.state().cur_hysteresis);
+      REQUIRE(got.last_rescale_iter == want.state().last_rescale_iter);
+      REQUIRE(
+          got.overflows_since_rescale == want.state().overflows_since_rescale);
+      REQUIRE(counts.last.scale_after == got.cur_scale);
+      REQUIRE((overflow || counts.last.norm == 1.0));
+    }
+  }
+}
 
 TEST_CASE("CUDA clips and ends iterations with the arithmetic of the host") {
   const auto cpu = make_cpu_kernels();
