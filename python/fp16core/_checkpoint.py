@@ -1,16 +1,22 @@
-"""The format of ``FP16_Optimizer.state_dict()``, read and checked."""
+"""The format of ``FP16_Optimizer.state_dict()``, and the way of every state dict in."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fp16core import _core
 from fp16core._inner_optimizer import map_tensors
+from fp16core._receiver import (
+    Checkpoint,
+    Receiver,
+    check_inner,
+    check_masters,
+    fail,
+)
+from fp16core._relatives import RELATIVES, Origin, training_checkpoint
 from fp16core.loss_scaler import scaler_from_state, scaler_state
 
 FORMAT_VERSION = 1
@@ -29,24 +35,6 @@ _KEYS = {
     "steps_skipped": int,
     "optimizer_class": str,
 }
-
-
-@dataclass
-class Checkpoint:
-    """A state dict that has been checked and fits an optimizer.
-
-    ``masters`` and ``positions`` are None where the dict is a plain one of
-    ``torch.optim``, which knows neither masters nor a scale.
-    """
-
-    optimizer_state: Mapping[str, Any]
-    masters: list[list[torch.Tensor]] | None = None
-    positions: list[list[int]] | None = None
-    scaler: Any = None
-    overflow: bool = False
-    update_pending: bool = False
-    steps_applied: int = 0
-    steps_skipped: int = 0
 
 
 def save(core: _core.OptimizerCore, optimizer: Any) -> dict[str, Any]:
@@ -76,46 +64,65 @@ def save(core: _core.OptimizerCore, optimizer: Any) -> dict[str, Any]:
     }
 
 
-def check(state_dict: Any, core: _core.OptimizerCore, optimizer: Any) -> Checkpoint:
+def check(state_dict: Any, receiver: Receiver) -> Checkpoint:
     """Return what ``state_dict`` holds, or raise ValueError. Changes nothing."""
     if not isinstance(state_dict, Mapping):
-        raise _error(f"must be a dict, but got {type(state_dict).__name__}")
-    if set(state_dict) == {"state", "param_groups"}:
-        _check_groups(state_dict, optimizer)
-        return Checkpoint(state_dict)
-    missing = [key for key in _KEYS if key not in state_dict]
+        raise fail(f"must be a dict, but got {type(state_dict).__name__}")
+    return (_find_origin(state_dict) or _OWN).read(state_dict, receiver)
+
+
+def _find_origin(state: Mapping[str, Any]) -> Origin | None:
+    return next((origin for origin in _ORIGINS if origin.recognises(state)), None)
+
+
+def _is_own(state: Mapping[str, Any]) -> bool:
+    if "format_version" in state:
+        return "loss_scaler" in state or "optimizer_state_dict" in state
+    # The relatives hold an object there.
+    return "fp32_from_fp16" in state and isinstance(state.get("loss_scaler"), Mapping)
+
+
+def _read_own(state: Mapping[str, Any], receiver: Receiver) -> Checkpoint:
+    missing = [key for key in _KEYS if key not in state]
     if missing:
-        raise _error(
+        raise fail(
             "must be one of FP16_Optimizer (loss_scaler, ..., optimizer_state_dict, "
-            "fp32_from_fp16, format_version, ...) or of torch.optim (state, "
-            f"param_groups), but got one without {', '.join(missing)}"
+            "fp32_from_fp16, format_version, ...), of a project that it follows, or of "
+            "torch.optim (state, param_groups), or hold one of them as optimizer, but "
+            f"got one without {', '.join(missing)}"
         )
-    version = state_dict["format_version"]
+    version = state["format_version"]
     if version != FORMAT_VERSION:
-        raise _error(f"must have format_version {FORMAT_VERSION}, but got {version!r}")
+        raise fail(f"must have format_version {FORMAT_VERSION}, but got {version!r}")
     for key, kind in _KEYS.items():
-        if not isinstance(state_dict[key], kind):
-            raise _error(
+        if not isinstance(state[key], kind):
+            raise fail(
                 f"must hold a {kind.__name__} as {key}, "
-                f"but got {type(state_dict[key]).__name__}"
+                f"but got {type(state[key]).__name__}"
             )
-    inner = state_dict["optimizer_state_dict"]
-    _check_groups(inner, optimizer)
-    _check_class(state_dict["optimizer_class"], inner, optimizer)
-    masters = state_dict["fp32_from_fp16"]
-    positions = state_dict["fp32_from_fp16_positions"]
-    _check_masters(masters, positions, optimizer)
-    if min(state_dict["steps_applied"], state_dict["steps_skipped"]) < 0:
-        raise _error("must hold step counts of at least 0, but got a negative one")
+    inner = state["optimizer_state_dict"]
+    check_inner(inner, receiver)
+    warning = _check_class(state["optimizer_class"], inner, receiver.optimizer)
+    masters = state["fp32_from_fp16"]
+    positions = state["fp32_from_fp16_positions"]
+    check_masters(masters, positions, receiver.groups)
+    if min(state["steps_applied"], state["steps_skipped"]) < 0:
+        raise fail("must hold step counts of at least 0, but got a negative one")
     return Checkpoint(
+        "fp16core",
         inner,
         masters,
         positions,
-        _read_scaler(state_dict["loss_scaler"], core.loss_scaler),
-        state_dict["overflow"],
-        state_dict["update_pending"],
-        state_dict["steps_applied"],
-        state_dict["steps_skipped"],
+        scaler=_read_scaler(state["loss_scaler"], receiver.scaler),
+        overflow=state["overflow"],
+        update_pending=state["update_pending"],
+        step_counts=(state["steps_applied"], state["steps_skipped"]),
+        restored={
+            "scale, counters and flags": "all of them",
+            "counts of steps": f"{state['steps_applied']} applied, "
+            f"{state['steps_skipped']} skipped",
+        },
+        warning=warning,
     )
 
 
@@ -162,74 +169,46 @@ def load_inner(optimizer: Any, state: Mapping[str, Any]) -> Callable[[], None]:
     return put_back
 
 
-def _error(text: str) -> ValueError:
-    return ValueError(f"FP16_Optimizer.load_state_dict: the state dict {text}")
-
-
-def _check_groups(state: Mapping[str, Any], optimizer: Any) -> None:
-    groups = state.get("param_groups")
-    if (
-        not isinstance(state.get("state"), Mapping)
-        or not isinstance(groups, list)
-        or not all(isinstance(g, Mapping) and "params" in g for g in groups)
+def load_masters(core: _core.OptimizerCore, saved: Checkpoint) -> None:
+    """Put the masters of ``saved`` into place and write the model from them."""
+    for param, value in saved.natives:
+        with torch.no_grad():
+            param.copy_(value)
+    if saved.masters_are_weights:
+        core.overwrite_masters()
+    if saved.masters is None or saved.positions is None:
+        return
+    masters = core.master_params()
+    for own, positions, group, indices in zip(
+        masters, core.master_positions(), saved.masters, saved.positions, strict=True
     ):
-        raise _error(
-            "must hold state and param_groups of the inner optimizer, "
-            "but got something else under these names"
-        )
-    saved = [len(group["params"]) for group in state["param_groups"]]
-    own = [len(group["params"]) for group in optimizer.param_groups]
-    if saved != own:
-        raise _error(f"must have groups of {own} parameters, but got {saved}")
+        given = dict(zip(indices, group, strict=True))
+        own[:] = [
+            given.get(i, master) for i, master in zip(positions, own, strict=True)
+        ]
+    core.load_masters(masters)
 
 
-def _check_class(name: str, state: Mapping[str, Any], optimizer: Any) -> None:
+def _check_class(name: str, state: Mapping[str, Any], optimizer: Any) -> str:
+    """Return what to warn of where ``state`` is of another class; "" for nothing."""
     own = type(optimizer).__name__
     if name == own:
-        return
+        return ""
     options = set(getattr(optimizer, "defaults", None) or optimizer.param_groups[0])
     for group in state["param_groups"]:
         if not options <= set(group):
-            raise _error(
+            raise fail(
                 f"must be of an optimizer like {own}, but got one of {name} "
                 f"without {', '.join(sorted(options - set(group)))}"
             )
     saved_keys = {key for entry in state["state"].values() for key in entry}
     own_keys = {key for entry in optimizer.state.values() for key in entry}
     if saved_keys and own_keys and saved_keys != own_keys:
-        raise _error(
+        raise fail(
             f"must have the state of {own} ({', '.join(sorted(own_keys))}), "
             f"but got that of {name} ({', '.join(sorted(saved_keys))})"
         )
-    warnings.warn(
-        f"FP16_Optimizer.load_state_dict: state of {name} is loaded into {own}",
-        stacklevel=4,
-    )
-
-
-def _check_masters(masters: Any, positions: Any, optimizer: Any) -> None:
-    groups = optimizer.param_groups
-    if not len(masters) == len(positions) == len(groups):
-        raise _error(f"must have {len(groups)} groups of masters, not {len(masters)}")
-    for number, (group, saved, indices) in enumerate(
-        zip(groups, masters, positions, strict=True)
-    ):
-        if not (isinstance(saved, list) and isinstance(indices, list)):
-            raise _error(f"must hold lists of masters, but got {saved!r}")
-        if len(saved) != len(indices):
-            raise _error(f"must have a position for each master of group {number}")
-        for index, master in zip(indices, saved, strict=True):
-            if not isinstance(index, int) or not 0 <= index < len(group["params"]):
-                raise _error(f"must hold valid positions, but got {index!r}")
-            if not isinstance(master, torch.Tensor):
-                raise _error(f"must hold tensors as masters, but got {master!r}")
-            shape = group["params"][index].shape
-            if master.shape != shape or not master.is_floating_point():
-                raise _error(
-                    f"must hold a floating point master of shape {list(shape)} for "
-                    f"group {number}, index {index}, but got {master.dtype} of shape "
-                    f"{list(master.shape)}"
-                )
+    return f"FP16_Optimizer.load_state_dict: state of {name} is loaded into {own}"
 
 
 def _read_scaler(state: Mapping[str, Any], current: Any) -> Any:
@@ -238,11 +217,15 @@ def _read_scaler(state: Mapping[str, Any], current: Any) -> Any:
         if state["kind"] != "other":
             return scaler_from_state(dict(state))
     except (KeyError, TypeError, ValueError) as error:
-        raise _error(f"must hold a valid loss_scaler, but got {error}") from error
+        raise fail(f"must hold a valid loss_scaler, but got {error}") from error
     if isinstance(current, _core.LossScaler):
-        raise _error(
+        raise fail(
             f"must hold a loss scaler like {current!r}, but got one of another kind"
         )
     if "state" in state:
         return lambda: current.load_state_dict(state["state"])
     return lambda: setattr(current, "cur_scale", state["cur_scale"])
+
+
+_OWN = Origin("fp16core", _is_own, _read_own)
+_ORIGINS = (_OWN, *RELATIVES, training_checkpoint(_find_origin))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -11,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from fp16core import _checkpoint, _core
+from fp16core import _checkpoint, _core, _export
 from fp16core._core import Evaluation, ModelWrites, OnMinScale, Reduction
 from fp16core._found_inf import step_with_flag, takes_flag
 from fp16core._inner_optimizer import (
@@ -23,7 +24,9 @@ from fp16core._inner_optimizer import (
 )
 from fp16core._parameter_names import parameter_names
 from fp16core._process_group import ProcessGroup
+from fp16core._receiver import Receiver
 from fp16core._update_rule import find_rule, has_hooks, step_by_rule
+from fp16core.load_report import LoadReport
 from fp16core.loss_scaler import (
     DynamicLossScaler,
     LossScaler,
@@ -219,6 +222,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         self._insistence = insistence
         # What kept the rule from the last step that it should have run.
         self._obstacle: str | None = None
+        self._load_report: LoadReport | None = None
         for name in (
             "step_pre",
             "step_post",
@@ -733,13 +737,88 @@ class FP16_Optimizer(torch.optim.Optimizer):
                 result = changed
         return result
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
+    def torch_state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
+        """Return copies of all state in the form of plain torch.
+
+        For going on without this class, in fp32 under autocast: ``"optimizer"`` is
+        for an optimizer like the wrapped one over the same parameters in fp32, with
+        the weights of :meth:`fp32_state_dict`; ``"scaler"`` for a
+        ``torch.amp.GradScaler``. That has neither hysteresis nor floor nor ceiling, so
+        its next scales are the same where the present scaler uses none of them. A
+        static scale stays.
+
+        With the weights under "model" beside them, :meth:`load_state_dict` takes it.
+
+        Args:
+            model: for the names of the parameters in the groups, ``param_names``; that
+                of the constructor by default. Groups that were made from
+                ``named_parameters()`` have them without it.
+
+        Raises:
+            TypeError: if the scaler is none of ours.
+            ValueError: if its window is no whole number.
+        """
+        self._ingest()
+        self._core.adopt_model_writes()
+        names = parameter_names(
+            self.param_groups, self._core.parameters(), model or self._model
+        )
+        return _export.torch_state_dict(self._core, self.optimizer, names)
+
+    def fp32_state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
+        """Return the state dict of the model in fp32, for evaluation, EMA and export.
+
+        It has the keys and the order of ``model.state_dict()``. Half parameters are
+        their masters, or cast where they have none, as half buffers are; everything
+        else is as it is. All are copies; tied weights share one.
+
+        Args:
+            model: the model, or a part of it; that of the constructor by default.
+
+        Raises:
+            TypeError: if there is no model.
+            ValueError: if it has none of the half parameters that are trained.
+        """
+        self._ingest()
+        self._core.adopt_model_writes()
+        return _export.fp32_state_dict(
+            self._core, self._model if model is None else model
+        )
+
+    def load_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        *,
+        model: torch.nn.Module | None = None,
+        loss_index: int = 0,
+    ) -> None:
+        """Restore what :meth:`state_dict` returned, or what a relative saved.
 
         Masters are copied into the present ones and written to the model, rounded,
         so it does not matter whether the model is loaded before or after. The
-        scaler is replaced by the saved one. A state dict of the wrapped optimizer
-        alone is accepted too: masters and scale then stay as they are.
+        scaler is replaced by the saved one. :attr:`load_report` tells afterwards what
+        was restored.
+
+        The state dicts of these are taken too: FP16_Optimizer of apex.fp16_utils and
+        of Megatron-LM, Megatron-LM 2 and Megatron-Core, DeepSpeed's fp16 optimizers
+        without ZeRO, fairseq, and plain optimizers of ``torch.optim``. So is a whole
+        training checkpoint, a dict with one of them under "optimizer", beside which a
+        scaler may stand: torch.amp.GradScaler's under "scaler", apex.amp's under
+        "amp". :func:`fp16core.load_checkpoint` reads the files.
+
+        The scaler then goes on by the rule of its project, counters included; what
+        of its parameters the project does not save comes from the present scaler.
+        Without masters in it, a whole checkpoint gives its model's weights to them,
+        in fp32 if it has them in fp32, provided that the names of the parameters are
+        known. A state dict of ``torch.optim`` alone leaves masters and scale as they
+        are. Parameters without masters are the model's: load that too.
+
+        Args:
+            state_dict: what was saved.
+            model: the model that is trained, to find its weights in a whole
+                checkpoint; that of the constructor by default. Param groups that were
+                made from ``named_parameters()`` have the names without it.
+            loss_index: which scaler of apex.amp, where it had several losses.
 
         Raises:
             ValueError: if the state dict does not fit, with nothing changed.
@@ -750,7 +829,12 @@ class FP16_Optimizer(torch.optim.Optimizer):
                 state_dict = changed
         self._ingest()
         core = self._core
-        saved = _checkpoint.check(state_dict, core, self.optimizer)
+        saved = _checkpoint.check(
+            state_dict,
+            Receiver.of(core, self.optimizer, model or self._model, loss_index),
+        )
+        if saved.warning:
+            warnings.warn(saved.warning, stacklevel=2)
         if saved.positions is not None:
             adopt(self.optimizer, core.adopt_at(saved.positions))
         core.adopt_model_writes()
@@ -769,27 +853,22 @@ class FP16_Optimizer(torch.optim.Optimizer):
                 put_back()
                 raise
         self._ingest()
-        if saved.masters is not None and saved.positions is not None:
-            masters = core.master_params()
-            for own, positions, group, indices in zip(
-                masters,
-                core.master_positions(),
-                saved.masters,
-                saved.positions,
-                strict=True,
-            ):
-                given = dict(zip(indices, group, strict=True))
-                own[:] = [
-                    given.get(i, master)
-                    for i, master in zip(positions, own, strict=True)
-                ]
-            core.load_masters(masters)
+        _checkpoint.load_masters(core, saved)
+        if not saved.keeps_run:
             core.overflow = saved.overflow
             core.update_pending = saved.update_pending
             core.first_evaluation = True
-            core.set_step_counts(saved.steps_applied, saved.steps_skipped)
+        if saved.step_counts is not None:
+            core.set_step_counts(*saved.step_counts)
+        self._load_report = saved.report()
         for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             post_hook(self)
+
+    @property
+    def load_report(self) -> LoadReport | None:
+        """What the last :meth:`load_state_dict` restored, and what it did not; None
+        before the first."""
+        return self._load_report
 
     # Names that old scripts and subclasses use.
 
