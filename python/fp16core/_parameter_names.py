@@ -18,7 +18,9 @@ def parameter_names(
     They are those in ``model``, or else those that the groups were made with from
     ``named_parameters()``. An empty name stands for a parameter without one.
     """
-    named = {} if model is None else {p: n for n, p in model.named_parameters()}
+    named: dict[torch.Tensor, str] = {}
+    if model is not None:
+        named = {p: n for n, p in model.named_parameters()}
     names = []
     for group, own in zip(groups, params, strict=True):
         told = group.get("param_names", [])
