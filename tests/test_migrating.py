@@ -104,3 +104,26 @@ def test_from_deepspeed(names: dict[str, Any]) -> None:
     assert_same(got.detach(), flat)
     assert optimizer.loss_scale == 64.0
     assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("page", "file"), [("apex.md", "old.pt"), ("megatron.md", "model_optim_rng.pt")]
+)
+def test_from_where_the_class_is_the_same(
+    names: dict[str, Any], page: str, file: str
+) -> None:
+    train, load = code_after(page)
+    names["data"] *= 2
+    exec(train, names)
+    model, optimizer = names["model"], names["optimizer"]
+    assert optimizer.steps_applied > 0
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, file)
+    masters = [m.detach().clone() for m in optimizer.all_fp32_from_fp16_params]
+    scale = optimizer.loss_scale
+    exec(train, names)
+    exec(load, names)
+    assert_same(
+        [m.detach() for m in names["optimizer"].all_fp32_from_fp16_params], masters
+    )
+    assert names["optimizer"].loss_scale == scale
