@@ -46,6 +46,8 @@ class PythonLossScaler final : public LossScaler {
     stuck_ = overflow && loss_scale() == before;
   }
 
+  const void* identity() const override { return object_.ptr(); }
+
   // Whatever it is, it may move the scale.
   bool dynamic() const override { return true; }
 
@@ -305,7 +307,7 @@ void bind_loss_scaler(nb::module_& m) {
       "scale_policy",
       [](const std::string& name, const ScalePolicyParameters& parameters) {
         const auto rule = scale_policy(name, parameters);
-        nb::dict options;
+        nb::typed<nb::dict, nb::str, nb::any> options;
         options["init_scale"] = rule.init_scale;
         for_each_option(rule, [&](const char* option, const auto& value) {
           options[option] = value;

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <mutex>
 #include <typeinfo>
 #include <utility>
 
@@ -43,6 +44,17 @@ detail::DeviceScale* device_scale_of(const LossScaler& scaler) {
       : dynamic_cast<detail::DeviceScale*>(dynamic->storage().get());
 }
 
+// All cores there are, to find those that share a scaler.
+struct Cores {
+  std::mutex mutex;
+  std::vector<OptimizerCore*> all;
+};
+
+Cores& cores() {
+  static Cores cores;
+  return cores;
+}
+
 } // namespace
 
 OptimizerCore::OptimizerCore(
@@ -55,9 +67,14 @@ OptimizerCore::OptimizerCore(
           options_.model_writes,
           options_.materialize_gradients) {
   check_scaler(loss_scaler_.get());
+  const std::lock_guard lock(cores().mutex);
+  cores().all.push_back(this);
 }
 
-OptimizerCore::~OptimizerCore() = default;
+OptimizerCore::~OptimizerCore() {
+  const std::lock_guard lock(cores().mutex);
+  std::erase(cores().all, this);
+}
 
 void OptimizerCore::check_scaler(const LossScaler* loss_scaler) const {
   if (loss_scaler == nullptr) {
@@ -126,6 +143,7 @@ OptimizerCore::Scale OptimizerCore::current_scale() const {
 // those of the passes since the last update.
 DeviceNumber OptimizerCore::begin_backward(const Scale& scale) {
   backward_since_update_ = true;
+  tell_sharers(latched_scale_ ? *latched_scale_ : scale);
   const auto* kernels = master_weights_.only_kernels();
   backward_in_graph_ |= kernels != nullptr && kernels->recording();
   if (latched_scale_) {
@@ -142,10 +160,24 @@ DeviceNumber OptimizerCore::begin_backward(const Scale& scale) {
   return 1.0;
 }
 
+// One pass may give gradients to the parameters of several optimizers.
+void OptimizerCore::tell_sharers(const Scale& scale) const {
+  const std::lock_guard lock(cores().mutex);
+  for (auto* other : cores().all) {
+    if (other != this &&
+        other->loss_scaler_->identity() == loss_scaler_->identity()) {
+      other->sharers_scale_ = scale;
+    }
+  }
+}
+
 // The scale that the gradients now present were made with.
 OptimizerCore::Scale OptimizerCore::gradient_scale() const {
   if (latched_scale_) {
     return *latched_scale_;
+  }
+  if (sharers_scale_) {
+    return *sharers_scale_;
   }
   return accumulated_scale_ ? *accumulated_scale_ : current_scale();
 }
@@ -217,7 +249,11 @@ void OptimizerCore::take_and_check() {
   if (backward_in_graph_ && !latched_scale_) {
     master_weights_.forget_native_factors();
   }
-  taken_scale_ = gradient_scale().number;
+  const Scale scale = gradient_scale();
+  if (!latched_scale_ && sharers_scale_) {
+    accumulated_scale_ = scale;
+  }
+  taken_scale_ = scale.number;
   master_weights_.take_gradients(taken_scale_);
   overflow_.reset();
   overflow_by_hand_ = false;
@@ -230,6 +266,7 @@ void OptimizerCore::take_and_check() {
   in_graph_ |= kernels != nullptr && kernels->recording();
   update_pending_ = true;
   latched_scale_.reset();
+  sharers_scale_.reset();
   backward_since_update_ = false;
 }
 
@@ -281,6 +318,7 @@ void OptimizerCore::zero_grad(bool set_to_none) {
   master_weights_.zero_grad(set_to_none);
   latched_scale_.reset();
   accumulated_scale_.reset();
+  sharers_scale_.reset();
   backward_since_update_ = false;
 }
 

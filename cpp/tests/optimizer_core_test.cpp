@@ -840,3 +840,47 @@ TEST_CASE("a scaler that tolerates every overflow does not hold a closure up") {
   core.abandon_step(true);
   CHECK(core.loss_scaler()->loss_scale() == 4.0);
 }
+
+// ---- a scaler for several ----
+
+TEST_CASE("a pass for several optimizers is unscaled by its own scale") {
+  for (const auto type : {at::kHalf, at::kFloat}) {
+    for (const bool overflow : {true, false}) {
+      CAPTURE(overflow);
+      // The first step moves the scale: down, or up.
+      const auto scaler = dynamic({.init_scale = 8.0, .scale_window = 1.0});
+      OneWeight first(scaler, {}, at::kHalf);
+      OneWeight second(scaler, {}, type);
+      OneWeight apart(dynamic({.init_scale = 8.0}));
+      const auto loss =
+          first.weight.to(at::kFloat).sum() * (overflow ? 1e9F : 1.0F) +
+          second.weight.to(at::kFloat).sum();
+      first.facade.backward(loss);
+      first.facade.update();
+      CHECK(first.facade.step() == !overflow);
+      CHECK(scaler->loss_scale() == (overflow ? 4.0 : 16.0));
+      second.facade.update();
+      CHECK(second.gradient().item<float>() == 1.0F);
+      CHECK(second.facade.step());
+      CHECK(equals(second.weight, {0.5}));
+      // What is there is of that scale, and what comes of the new one.
+      second.backward(1.0);
+      second.facade.update();
+      CHECK(second.gradient().item<float>() == 2.0F);
+      CHECK(apart.iterate(1.0));
+      CHECK(equals(apart.weight, {0.5}));
+    }
+  }
+}
+
+TEST_CASE("a pass of another optimizer is forgotten with the gradients") {
+  const auto scaler = dynamic({.init_scale = 8.0, .scale_window = 1.0});
+  OneWeight first(scaler);
+  OneWeight second(scaler);
+  CHECK(first.iterate(1.0));
+  second.facade.core().zero_grad(true);
+  // Scaled by hand, with the scale of now.
+  second.weight.mutable_grad() = at::full({1}, 16.0, at::kHalf);
+  second.facade.update();
+  CHECK(second.gradient().item<float>() == 1.0F);
+}

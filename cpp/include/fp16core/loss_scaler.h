@@ -54,6 +54,10 @@ class FP16CORE_API LossScaler {
   /// good: always so for a static scale, and for a dynamic one at its floor.
   virtual bool at_floor() const { return true; }
 
+  /// Returns what tells scalers apart: two that return the same are one, though
+  /// they be reached in different ways.
+  virtual const void* identity() const { return this; }
+
   /// Returns how many overflows in a row the scaler would still tolerate
   /// before it lowers the scale; -1 where that is not a matter of counting.
   virtual std::int64_t overflows_tolerated() const { return 0; }
@@ -175,7 +179,9 @@ class FP16CORE_API LossScaleStorage {
 ///
 /// Several optimizers may share a scaler. Each step of each of them is an
 /// iteration then: who steps updates, an overflow of one lowers the scale of
-/// all, and the window counts the steps of all.
+/// all, and the window counts the steps of all. Where one backward pass gives
+/// gradients to several, each unscales them by the scale of that pass, whatever
+/// the others' steps have made of it meanwhile.
 class FP16CORE_API DynamicLossScaler : public LossScaler {
  public:
   /// Throws std::invalid_argument, naming the argument, if one makes no sense.

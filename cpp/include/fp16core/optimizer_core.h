@@ -234,6 +234,7 @@ class FP16CORE_API OptimizerCore {
   Scale current_scale() const;
   Scale gradient_scale() const;
   DeviceNumber begin_backward(const Scale& scale);
+  void tell_sharers(const Scale& scale) const;
   void check_scaler(const LossScaler* loss_scaler) const;
   void check_nothing_waits() const;
   void check_nothing_lost() const;
@@ -270,6 +271,9 @@ class FP16CORE_API OptimizerCore {
   // none, and the one that the gradients now present were made with.
   std::optional<Scale> latched_scale_;
   std::optional<Scale> accumulated_scale_;
+  // The scale of the last backward pass of an optimizer that shares the scaler,
+  // since the last update: its gradients may be here too.
+  std::optional<Scale> sharers_scale_;
   bool backward_since_update_ = false;
 
   // Unknown while only the device knows it, always so if a graph may have
