@@ -201,3 +201,13 @@ def test_megatron_takes_the_group_of_mpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert weight.item() == 0.5
     assert optimizer.param_groups[0]["params"][0].model_parallel
     assert not module.DynamicLossScaler().has_overflow([weight])
+
+
+def test_an_absent_name_is_an_import_error_that_says_whose_module_it_is() -> None:
+    compat.install("apex")
+    with pytest.raises(ImportError, match=r"'amp' from 'apex' \(.*fp16core.compat"):
+        exec("from apex import amp")
+    with pytest.raises(ImportError, match="No module named 'apex.optimizers'"):
+        load("apex.optimizers")
+    with pytest.raises(ImportError, match="'multi_tensor_adam' from 'amp_C'"):
+        exec("from amp_C import multi_tensor_adam")

@@ -1,7 +1,7 @@
 """Modules in half precision and master weights by hand, under their old names."""
 
 import dataclasses
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any
 
 import pytest
@@ -229,3 +229,54 @@ def test_clip_grad_norm_clips_like_torch() -> None:
             # The same coefficient, in float64 and in float32.
             torch.testing.assert_close(param.grad, twin.grad, rtol=2e-7, atol=0)
     assert fp16_utils.clip_grad_norm(params[0], 100.0, INF).item() == pytest.approx(0.6)
+
+
+def test_a_half_module_loads_as_a_part_of_another() -> None:
+    # The keys of its state dict lack its child's name, which torch looks for.
+    model = torch.nn.Sequential(fp16_utils.FP16_Module(net()), torch.nn.ReLU())
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    assert "0.0.weight" in state
+    with torch.no_grad():
+        model[0].module[0].weight.zero_()
+    assert model.load_state_dict(state).unexpected_keys == []
+    assert torch.equal(model[0].module[0].weight, state["0.0.weight"])
+    del state["0.0.weight"]
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(state)
+
+
+def test_conversions_keep_what_a_dict_has_beside_its_items() -> None:
+    given = defaultdict(list, x=torch.ones(1))
+    made = fp16_utils.fp32_to_fp16(given)
+    assert made["x"].dtype == F16 and made["new"] == []
+    assert given["x"].dtype == F32 and list(given) == ["x"]
+
+
+def embedding(sparse: bool = True) -> torch.nn.Embedding:
+    return torch.nn.Embedding(4, 2, sparse=sparse).half()
+
+
+def test_a_sparse_gradient_stays_sparse() -> None:
+    model = embedding()
+    params, masters = fp16_utils.prep_param_lists(model)
+    model(torch.tensor([1, 1, 3])).float().sum().backward()
+    fp16_utils.model_grads_to_master_grads(params, masters)
+    grad = masters[0].grad
+    assert grad is not None and grad.is_sparse and grad.dtype == F32
+    assert grad.to_dense()[:, 0].tolist() == [0.0, 2.0, 0.0, 1.0]
+    # Dense again, as after a change of the layer.
+    params[0].grad = torch.ones(4, 2, dtype=F16)
+    fp16_utils.model_grads_to_master_grads(params, masters)
+    assert masters[0].grad is not None
+    assert torch.equal(masters[0].grad, torch.ones(4, 2))
+
+
+def test_a_gradient_that_cannot_be_copied_changes_no_master() -> None:
+    model = embedding()
+    model(torch.tensor([1])).float().sum().backward()
+    params, masters = fp16_utils.prep_param_lists(model, flat_master=True)
+    wanted = torch.ones(8)
+    masters[0].grad = wanted.clone()
+    with pytest.raises(TypeError, match="must be strided, but got Sparse"):
+        fp16_utils.model_grads_to_master_grads(params, masters, flat_master=True)
+    assert torch.equal(masters[0].grad, wanted)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp16core import FP16_Optimizer
-from helpers import assert_same
+from helpers import assert_same, copy_of
 
 PAGES = pathlib.Path(__file__).parents[1] / "docs" / "migrating"
 
@@ -127,3 +127,30 @@ def test_from_where_the_class_is_the_same(
         [m.detach() for m in names["optimizer"].all_fp32_from_fp16_params], masters
     )
     assert names["optimizer"].loss_scale == scale
+
+
+@pytest.mark.parametrize(
+    "page, file", [("apex.md", "old.pt"), ("megatron.md", "model_optim_rng.pt")]
+)
+def test_from_the_originals(names: dict[str, Any], page: str, file: str) -> None:
+    train, load = code_after(page)
+    exec(train, names)
+    model, optimizer = names["model"], names["optimizer"]
+    assert optimizer.steps_applied > 0
+    # A scale that overflows no more, so that the next step moves the weights.
+    optimizer.loss_scale = 64.0
+    saved = copy_of({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    torch.save(saved, file)
+    optimizer.zero_grad()
+    optimizer.backward(names["loss"].detach() + model(names["x"]).float().sum())
+    optimizer.step()
+    assert not optimizer.overflow
+    wanted = saved["optimizer"]["fp32_from_fp16"][0]
+    moved = optimizer.fp32_from_fp16_groups[0]
+    assert not all(map(torch.equal, moved, wanted))
+    exec(load, names)
+    assert_same(
+        [m.detach() for m in optimizer.fp32_from_fp16_groups[0]],
+        [m.detach() for m in wanted],
+    )
+    assert optimizer.loss_scale == 64.0

@@ -154,3 +154,22 @@ def test_the_scale_in_tensors_moves_in_place() -> None:
             scale, growth, hysteresis, torch.zeros(1), 2.0, 0.5, 2, 2
         )
         assert (scale.item(), hysteresis.item()) == (want, 2)
+
+
+def test_tensors_of_equal_size_may_have_other_shapes() -> None:
+    given, got = torch.arange(6.0).half(), torch.zeros(2, 3)
+    mt.multi_tensor_scale(1, flag(), [[given], [got]], 2.0)
+    assert got.tolist() == [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]
+    mt.multi_tensor_axpby(1, flag(), [[given], [got], [got]], 1.0, 0.5, -1)
+    assert torch.equal(got.flatten(), given.float() * 2)
+
+
+def test_other_shapes_need_contiguous_tensors() -> None:
+    got = torch.zeros(3, 2).t()
+    with pytest.raises(
+        ValueError,
+        match=r"multi_tensor_scale: tensors of equal size must be contiguous or have "
+        r"the same shape, but got \[6\] and \[2, 3\]",
+    ):
+        mt.multi_tensor_scale(1, flag(), [[torch.ones(6)], [got]], 2.0)
+    assert not got.any()

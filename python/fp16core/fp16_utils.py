@@ -92,32 +92,44 @@ def model_grads_to_master_grads(
     """Copy the gradients of the model to its masters, as fp32 and as they are.
 
     Gradients of masters are made where they are missing. The master of a parameter
-    without a gradient gets none; in a flat master it gets zeros. Raises ValueError if
-    the lists do not fit.
+    without a gradient gets none; in a flat master it gets zeros. A sparse gradient
+    stays sparse, and cannot be a part of a flat one.
+
+    Raises ValueError if the lists do not fit, and TypeError for a gradient that is not
+    floating point, or that is sparse where there is a flat master. Nothing is changed
+    then.
     """
     if flat_master:
         flat = _flat(master_params, model_params, "model_grads_to_master_grads")
-        if flat.grad is None:
-            flat.grad = torch.zeros_like(flat)
-        views = _views(flat.grad, model_params)
-        pairs = list(zip(views, model_params, strict=True))
+        whole = torch.zeros_like(flat) if flat.grad is None else flat.grad
+        pairs = list(zip(_views(whole, model_params), model_params, strict=True))
+        given = [(v, p.grad) for v, p in pairs if p.grad is not None]
+        _core.copy_([v for v, _ in given], [g for _, g in given])
         for view, param in pairs:
             if param.grad is None:
                 view.zero_()
-        given = [(v, p.grad) for v, p in pairs if p.grad is not None]
-        _core.copy_([v for v, _ in given], [g for _, g in given])
+        flat.grad = whole
         return
     _check(model_params, master_params, "model_grads_to_master_grads")
+    made: list[torch.Tensor | None] = []
     targets, sources = [], []
     for param, master in zip(model_params, master_params, strict=True):
-        if param.grad is None:
-            master.grad = None
-            continue
-        if master.grad is None:
-            master.grad = torch.empty_like(master)
-        targets.append(master.grad)
-        sources.append(param.grad)
+        grad = param.grad
+        if grad is None:
+            made.append(None)
+        elif grad.is_sparse:
+            made.append(grad.to(torch.float32))
+        else:
+            own = master.grad
+            if own is None or own.is_sparse:
+                own = torch.empty_like(master)
+            made.append(own)
+            targets.append(own)
+            sources.append(grad)
     _core.copy_(targets, sources)
+    # Only now: a gradient that cannot be copied leaves the masters as they were.
+    for master, gradient in zip(master_params, made, strict=True):
+        master.grad = gradient
 
 
 def master_params_to_model_params(
@@ -170,9 +182,8 @@ def backwards_debug_hook(grad: torch.Tensor) -> NoReturn:
 
 def _views(flat: torch.Tensor, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     sizes = [p.numel() for p in params]
-    return [
-        part.view(p.shape) for part, p in zip(flat.split(sizes), params, strict=True)
-    ]
+    parts = torch.split(flat, sizes)
+    return [part.view(p.shape) for part, p in zip(parts, params, strict=True)]
 
 
 def _flat(

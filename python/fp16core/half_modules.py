@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -10,8 +11,8 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 #: The kinds of tensors that the conversions know.
-FLOAT_TYPES = (torch.FloatTensor, torch.cuda.FloatTensor)
-HALF_TYPES = (torch.HalfTensor, torch.cuda.HalfTensor)
+FLOAT_TYPES = (torch.FloatTensor, torch.cuda.FloatTensor)  # type: ignore[attr-defined]
+HALF_TYPES = (torch.HalfTensor, torch.cuda.HalfTensor)  # type: ignore[attr-defined]
 
 
 def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
@@ -39,6 +40,13 @@ def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
 
 
 def _mapping_like(val: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if isinstance(val, dict):
+        # A default factory and attributes come along. Only where the items lie in
+        # the object itself does a shallow copy have its own.
+        made = copy.copy(val)
+        for key, item in items.items():
+            made[key] = item
+        return made
     try:
         return type(val)(items)  # type: ignore[call-arg]
     except TypeError:  # a class with a constructor of its own
@@ -150,21 +158,33 @@ class FP16_Module(torch.nn.Module):  # noqa: N801 - the name that scripts use
     module, without a prefix.
     """
 
+    module: torch.nn.Module
+
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
-        self.add_module("module", module.half())
+        self.module = module.half()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         args = fp32_to_fp16(inputs)
         return fp16_to_fp32(self.module(*args, **fp32_to_fp16(kwargs)))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.state_dict(*args, **kwargs)  # type: ignore[operator]
+        return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(  # type: ignore[override]
+    def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        return self.module.load_state_dict(state_dict, strict, assign)  # type: ignore[operator]
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
+        # As a part of another module it is loaded by torch, which looks for the
+        # child's keys under the child's name.
+        own = [key for key in state_dict if key.startswith(prefix)]
+        for key in own:
+            state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def half(self) -> Self:
         return super().half()

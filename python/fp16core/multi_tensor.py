@@ -67,7 +67,22 @@ def _check(owner: str, lists: Lists, depth: int) -> list[list[torch.Tensor]]:
         raise ValueError(
             f"{owner}: tensor_lists must hold tensors of equal sizes, but got {sizes}"
         )
+    for others in checked[1:]:
+        for index, (first, other) in enumerate(zip(checked[0], others, strict=True)):
+            if first.shape != other.shape:
+                others[index] = _reshaped(owner, other, first)
     return checked
+
+
+def _reshaped(owner: str, tensor: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Return a view of ``tensor`` of the shape of ``first``. Elements pair by their
+    place in memory then, as they do in amp_C."""
+    if not (tensor.is_contiguous() and first.is_contiguous()):
+        raise ValueError(
+            f"{owner}: tensors of equal size must be contiguous or have the same "
+            f"shape, but got {list(first.shape)} and {list(tensor.shape)}"
+        )
+    return tensor.detach().view(first.shape)
 
 
 def _raise_flag(flag: torch.Tensor, overflow: bool) -> None:

@@ -20,12 +20,13 @@ def main(arguments: list[str]) -> None:
     for family in FAMILIES:
         install(family)
     sys.argv = arguments
-    # As python itself does.
+    # As python itself does. Under -P it has put nothing in front.
+    if not sys.flags.safe_path:
+        script = os.path.dirname(os.path.realpath(arguments[0]))
+        sys.path[0] = os.getcwd() if as_module else script
     if as_module:
-        sys.path[0] = os.getcwd()
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(os.path.realpath(arguments[0]))
         runpy.run_path(arguments[0], run_name="__main__")
 
 

@@ -48,6 +48,8 @@ class _Loader(importlib.abc.Loader):
         self._sources = sources
 
     def exec_module(self, module: ModuleType) -> None:
+        # Names what made the module where a name is missing in it.
+        module.__file__ = __file__
         for name in self._sources:
             source = importlib.import_module(name)
             for public in source.__all__:
