@@ -222,7 +222,8 @@ def test_raise_in_a_closure_raises_for_the_first_evaluation_too() -> None:
 
 IN_A_ROW = (
     r"FP16_Optimizer.step: skipped steps in a row must be fewer than "
-    r"max_consecutive_skips={0}, but got {1}; first at group 0, index 0: shape \[1\], {2}, cpu, with 1 inf and 0 NaN"
+    r"max_consecutive_skips={0}, but got {1}; first at "
+    r"group 0, index 0: shape \[1\], {2}, cpu, with 1 inf and 0 NaN"
 )
 
 
