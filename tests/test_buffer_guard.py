@@ -265,15 +265,19 @@ def test_data_parallel_models(net: Net, outside: bool) -> None:
     assert_same(buffers(net), before)
 
 
-@pytest.mark.parametrize("outside", [True, False], ids=["wrapper", "module"])
-def test_compiled_models(net: Net, outside: bool) -> None:
+def test_compiled_models(net: Net) -> None:
     compiled: Any = torch.compile(net, backend="eager")
+    compiled(batch())  # before there is a guard
     optimizer = wrap(net)
-    BufferGuard(compiled if outside else net, optimizer)
-    run(compiled, optimizer)
-    before = buffers(net)
-    run(compiled, optimizer, INF)
-    assert_same(buffers(net), before)
+    BufferGuard(compiled, optimizer)
+    for factor in (1.0, INF, 1.0, INF):
+        before = buffers(net)
+        run(compiled, optimizer, factor)
+        assert optimizer.overflow is (factor == INF)
+        if optimizer.overflow:
+            assert_same(buffers(net), before)
+        else:
+            assert not torch.equal(net.average, before[".average"])
 
 
 def closure_of(

@@ -36,7 +36,8 @@ class BufferGuard:
 
     The guard works through hooks, until :meth:`remove` is called or its ``with`` block
     ends. It does not keep the model alive, and copies of the model have no guard. Hand
-    the model that is called: a forward pass of a submodule alone is not seen.
+    over the model that is called, with ``torch.compile`` the compiled one: a forward
+    pass of a submodule alone is not seen.
 
     Args:
         model: the module whose buffers are guarded.
@@ -127,7 +128,6 @@ class _BeforeForward:
     def __reduce__(self) -> tuple[Any, ...]:
         return _BeforeForward, ()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         if self._guard is not None:
             self._guard._before_forward()
