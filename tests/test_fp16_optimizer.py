@@ -293,6 +293,15 @@ def test_refuses_a_parameter_that_stands_in_the_groups_twice() -> None:
             "FP16_Optimizer: on_min_scale must be one of continue, warn, raise, "
             "but got 'stop'",
         ),
+        *(
+            (
+                {"max_consecutive_skips": value},
+                ValueError,
+                "FP16_Optimizer: max_consecutive_skips must be None or an integer of "
+                f"at least 1, but got {value!r}",
+            )
+            for value in (0, -1, 1.5, "3")
+        ),
         (
             {"track_model_writes": None},
             ValueError,

@@ -8,18 +8,24 @@ import pytest
 import torch
 
 from fp16core import FP16_Optimizer, LossScaleError
-from helpers import INF, NAN, half, masters, single, train
+from helpers import HALF_DTYPES, INF, NAN, half, masters, single, train
 
 Log = pytest.LogCaptureFixture
 
 
-def make(param: torch.Tensor, on_min_scale: str = "warn", **scaler: Any) -> Any:
+def make(
+    param: torch.Tensor,
+    on_min_scale: str = "warn",
+    max_consecutive_skips: int | None = None,
+    **scaler: Any,
+) -> Any:
     return FP16_Optimizer(
         torch.optim.SGD([param], lr=0.5),
         dynamic_loss_scale=True,
         dynamic_loss_args=scaler,
         verbose=False,
         on_min_scale=on_min_scale,
+        max_consecutive_skips=max_consecutive_skips,
     )
 
 
@@ -210,6 +216,77 @@ def test_raise_in_a_closure_raises_for_the_first_evaluation_too() -> None:
         optimizer.step(closure)
     assert optimizer.steps_skipped == 1
     assert param.item() == 1.0
+
+
+# Skips in a row.
+
+IN_A_ROW = (
+    r"FP16_Optimizer.step: skipped steps in a row must be fewer than "
+    r"max_consecutive_skips={0}, but got {1}; first at "
+    r"group 0, index 0: shape \[1\], {2}, cpu, with 1 inf and 0 NaN"
+)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=lambda t: str(t)[6:])
+def test_so_many_skips_in_a_row_are_an_error(dtype: torch.dtype, dynamic: bool) -> None:
+    param = half(1.0, dtype=dtype)
+    optimizer = FP16_Optimizer(
+        torch.optim.SGD([param], lr=2.0**-3),
+        dynamic_loss_scale=dynamic,
+        dynamic_loss_args={"init_scale": 4.0},
+        max_consecutive_skips=3,
+        verbose=False,
+    )
+    for _ in range(2):
+        overflow(optimizer)
+        overflow(optimizer)
+        clean(optimizer)
+    weight = masters(optimizer)[0].item()
+    overflow(optimizer)
+    overflow(optimizer)
+    for skips in (3, 4):
+        message = IN_A_ROW.format(3, skips, str(dtype)[6:])
+        with pytest.raises(LossScaleError, match=f"^{message}$"):
+            overflow(optimizer)
+        assert (optimizer.overflow, optimizer.steps_skipped) == (True, 4 + skips)
+    assert masters(optimizer)[0].item() == weight == 1.0 - 2.0**-10
+    clean(optimizer)
+    assert masters(optimizer)[0].item() == 1.0 - 2.0**-10 - 2.0**-11
+    optimizer.max_consecutive_skips = None
+    for _ in range(4):
+        overflow(optimizer)
+
+
+def test_a_second_step_after_a_skip_is_no_second_skip() -> None:
+    optimizer = make(half(1.0), max_consecutive_skips=2)
+    overflow(optimizer)
+    optimizer.step()
+    optimizer.step()
+    with pytest.raises(
+        LossScaleError, match="fewer than max_consecutive_skips=2, but got 2"
+    ):
+        overflow(optimizer)
+
+
+def test_evaluations_that_are_repeated_are_no_skips() -> None:
+    param = half(1.0)
+    factors = [INF] * 5 + [1.0] + [INF] * 40
+    optimizer = make(param, max_consecutive_skips=1, init_scale=2.0**8)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = param.float().sum() * factors.pop(0)
+        optimizer.backward(loss)
+        return loss
+
+    optimizer.step(closure)
+    assert (optimizer.steps_applied, optimizer.loss_scale) == (1, 8.0)
+    with pytest.raises(LossScaleError, match="fewer than max_consecutive_skips=1"):
+        optimizer.step(closure)
+    assert optimizer.steps_skipped == 1
+    assert param.item() == 0.5
+    assert optimizer.first_closure_call_this_step
 
 
 # Saturation.

@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from fp16core import FP16_Optimizer
-from helpers import HALF_DTYPES, assert_same, half, masters, single, train
+from helpers import (
+    HALF_DTYPES,
+    INF,
+    assert_same,
+    copy_of,
+    half,
+    masters,
+    single,
+    train,
+)
 
 SGD = torch.optim.SGD
 
@@ -82,6 +91,85 @@ def test_a_new_group_is_in_later_checkpoints() -> None:
     state = optimizer.state_dict()
     assert len(state["optimizer_state_dict"]["param_groups"]) == 2
     assert [len(group) for group in state["fp32_from_fp16"]] == [1, 1]
+
+
+class Grown:
+    """A model that gets a second layer, with a frozen bias, while it trains."""
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.layers = [torch.nn.Linear(3, 3).to(dtype), torch.nn.Linear(3, 1).to(dtype)]
+        self.layers[1].bias.requires_grad_(False)
+        self.native = single(1.0)
+        inner = torch.optim.Adam(self.named(0), lr=2.0**-6)
+        self.optimizer = FP16_Optimizer(
+            inner,
+            dynamic_loss_scale=True,
+            dynamic_loss_args={"init_scale": 16.0, "scale_window": 2},
+            verbose=False,
+        )
+
+    def named(self, layer: int) -> list[tuple[str, torch.Tensor]]:
+        params = self.layers[layer].named_parameters()
+        return [(f"{layer}.{name}", p) for name, p in params]
+
+    def grow(self) -> None:
+        named = [*self.named(1), ("native", self.native)]
+        self.optimizer.add_param_group(
+            {"params": (pair for pair in named), "lr": 2.0**-4, "weight_decay": 0.25}
+        )
+
+    def run(self, factors: tuple[float, ...]) -> None:
+        for iteration, factor in enumerate(factors):
+            generator = torch.Generator().manual_seed(iteration)
+            x = torch.randn(4, 3, generator=generator).to(self.layers[0].weight.dtype)
+            grown = len(self.optimizer.param_groups) > 1
+            y = self.layers[0](x)
+            loss = self.layers[1](y).float() * self.native if grown else y.float()
+            train(self.optimizer, loss.pow(2).mean() * factor)
+
+    def everything(self) -> Any:
+        model = [dict(layer.state_dict()) for layer in self.layers]
+        return copy_of([model, self.native, self.optimizer.state_dict()])
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+def test_a_new_group_of_all_kinds_is_resumed_bit_for_bit(dtype: torch.dtype) -> None:
+    first = Grown(dtype, seed=1)
+    first.run((1.0, INF, 1.0))
+    first.grow()
+    first.run((INF, 1.0, 1.0, 1.0))
+    group = first.optimizer.param_groups[1]
+    assert group["param_names"] == ["1.weight", "1.bias", "native"]
+    kinds = [torch.float32, dtype, torch.float32]
+    assert [p.dtype for p in group["params"]] == kinds
+    # The moments of the first group survived, those of the second are younger.
+    steps = [first.optimizer.state[p]["step"].item() for p in masters(first.optimizer)]
+    assert steps == [5.0, 5.0, 3.0]
+
+    again = Grown(dtype, seed=2)
+    again.grow()
+    saved = first.everything()
+    with torch.no_grad():
+        # What has no master is the model's to save.
+        again.native.copy_(first.native)
+        again.layers[1].bias.copy_(first.layers[1].bias)
+    again.optimizer.load_state_dict(saved[2])
+    assert_same(again.everything(), saved)
+    for run in (first, again):
+        run.run((1.0, INF, 1.0))
+    assert_same(again.everything(), first.everything())
+
+
+def test_a_checkpoint_of_before_a_group_came_is_refused_and_changes_nothing() -> None:
+    before = Grown(torch.float16, seed=1)
+    saved = copy_of(before.optimizer.state_dict())
+    before.run((1.0,))
+    before.grow()
+    state = before.everything()
+    with pytest.raises(ValueError, match=r"groups of \[2, 3\] parameters.*got \[2\]"):
+        before.optimizer.load_state_dict(saved)
+    assert_same(before.everything(), state)
 
 
 def test_a_new_group_is_printed_if_verbose(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,6 +280,51 @@ def test_a_frozen_parameter_rests_and_goes_on_with_all_its_bits() -> None:
     assert master.item() == 1.0 - 2.0**-19
 
 
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+def test_a_parameter_may_thaw_and_freeze_under_a_dynamic_scale(
+    dtype: torch.dtype,
+) -> None:
+    late = torch.nn.Parameter(torch.ones(2).to(dtype), requires_grad=False)
+    param = half(1.0, dtype=dtype)
+    optimizer = FP16_Optimizer(
+        torch.optim.Adam([late, param], lr=2.0**-12),
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": 8.0},
+        verbose=False,
+    )
+
+    def run(factor: float = 1.0) -> None:
+        loss = late.float().sum() * factor + param.float().sum()
+        optimizer.zero_grad(set_to_none=True)
+        optimizer.backward(loss)
+        optimizer.step()
+
+    run()
+    late.requires_grad_(True)
+    # The first gradient of all that its master sees is an overflow.
+    run(INF)
+    assert (optimizer.overflow, optimizer.loss_scale) == (True, 4.0)
+    [culprit] = optimizer.gradient_report().culprits()
+    assert (culprit.index, culprit.parameter is late) == (0, True)
+    run()
+    run()
+    master = optimizer.param_groups[0]["params"][0]
+    assert optimizer.state[master]["step"] == 2
+    thawed = master.detach().clone()
+    assert_same(late.detach(), thawed.to(dtype))
+
+    late.requires_grad_(False)
+    run()
+    run(INF)  # of a loss that needs no gradient of it any more
+    assert optimizer.steps_skipped == 1
+    assert_same(master.detach(), thawed)
+    late.requires_grad_(True)
+    run()
+    assert optimizer.param_groups[0]["params"][0] is master
+    assert optimizer.state[master]["step"] == 3
+    assert (master < thawed).all()
+
+
 # Other dtypes and other storage.
 
 
@@ -210,6 +343,53 @@ def test_a_model_made_half_after_wrapping_gets_masters_and_keeps_its_momentum(
     assert model.weight.dtype == dtype
     assert_same(master.detach(), torch.full((1, 2), 1.0 - 0.5 - 0.75))
     assert_same(model.weight.detach(), master.detach().to(dtype))
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+def test_a_model_may_change_its_dtype_at_any_time_and_keeps_its_moments(
+    dtype: torch.dtype,
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    values = copy_of(dict(model.state_dict()))
+    kwargs = {"lr": 2.0**-12, "betas": (0.5, 0.5)}
+    optimizer = FP16_Optimizer(
+        torch.optim.Adam(model.parameters(), **kwargs),
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": 4.0, "scale_window": 100},
+        verbose=False,
+    )
+    # Gradients that do not depend on the weights, so that rounding those plays no
+    # part, and the twin may stay in float32.
+    twin = torch.nn.Linear(3, 2)
+    twin.load_state_dict(values)
+    plain = torch.optim.Adam(twin.parameters(), **kwargs, fused=True)
+    first = True
+    for kind in (torch.float32, dtype, dtype, torch.float32, dtype):
+        model.to(kind)
+        if kind == dtype and first:
+            # From here on the master is a half weight that is trained.
+            with torch.no_grad():
+                for param in twin.parameters():
+                    param.copy_(param.to(dtype))
+            first = False
+        weights = torch.tensor([[1.0, 2.0, -4.0], [0.5, -0.25, 8.0]])
+        losses = [
+            (network.weight.float() * weights).sum() + network.bias.float().sum()
+            for network in (model, twin)
+        ]
+        optimizer.zero_grad()
+        optimizer.backward(losses[0])
+        plain.zero_grad()
+        losses[1].backward()
+        optimizer.step()
+        plain.step()
+        params = optimizer.param_groups[0]["params"]
+        assert_same(
+            [p.detach() for p in params], [p.detach() for p in twin.parameters()]
+        )
+        assert_same(model.weight.detach(), twin.weight.detach().to(kind))
+        for master, param in zip(params, twin.parameters(), strict=True):
+            assert_same(dict(optimizer.state[master]), dict(plain.state[param]))
 
 
 def test_a_model_made_float_after_wrapping_shows_its_masters() -> None:

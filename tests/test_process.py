@@ -48,11 +48,14 @@ THREADS_SCRIPT = """
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import torch
 
 from fp16core import FP16_Optimizer
+
+compiler = "torch._dynamo" in sys.modules
 
 def started(sizes, threads):
     torch.set_num_threads(1)
@@ -68,6 +71,7 @@ def started(sizes, threads):
 
 small, large = [100] * 100, [1_000_000]
 result = {
+    "compiler": compiler,
     "small": started(small, 4),
     "large": [started(large, n) for n in (1, 2, 4)],
 }
@@ -80,6 +84,13 @@ print(json.dumps(result))
 @pytest.fixture(scope="module")
 def thread_counts() -> dict[str, Any]:
     return dict(json.loads(python(THREADS_SCRIPT).stdout))
+
+
+def test_importing_does_not_load_the_compiler_of_torch(
+    thread_counts: dict[str, Any],
+) -> None:
+    # It takes two seconds.
+    assert thread_counts["compiler"] is False
 
 
 @linux_only

@@ -12,11 +12,13 @@ from fp16core import optim  # noqa: E402
 from fp16core._build_info import version as __version__  # noqa: E402
 from fp16core._core import GradientReport, LossScaleError, StepRecord  # noqa: E402
 from fp16core._old_pickles import PickledObject, load_checkpoint  # noqa: E402
+from fp16core.buffer_guard import BufferGuard  # noqa: E402
 from fp16core.fp16_optimizer import FP16_Optimizer  # noqa: E402
 from fp16core.load_report import LoadReport  # noqa: E402
 from fp16core.loss_scaler import DynamicLossScaler, LossScaler  # noqa: E402
 
 __all__ = [
+    "BufferGuard",
     "DynamicLossScaler",
     "FP16_Optimizer",
     "GradientReport",

@@ -11,9 +11,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.hooks import RemovableHandle
 
 from fp16core import _checkpoint, _core, _export
-from fp16core._core import Evaluation, ModelWrites, OnMinScale, Reduction
+from fp16core._core import (
+    Evaluation,
+    LossScaleError,
+    ModelWrites,
+    OnMinScale,
+    Reduction,
+)
 from fp16core._found_inf import step_with_flag, takes_flag
 from fp16core._inner_optimizer import (
     adopt,
@@ -127,6 +134,9 @@ class FP16_Optimizer(torch.optim.Optimizer):
             counted once.
         on_skip: called with the :class:`StepRecord` of every skipped step. Where a
             device decides, a few steps late.
+        max_consecutive_skips: when so many steps in a row were skipped, :meth:`step`
+            raises :class:`LossScaleError`, which names the first culprit; None for
+            never. It may be set later. Where a device decides, a few steps late.
         history_size: how many records :attr:`history` keeps.
         materialize_master_grads: False saves the fp32 gradients, 4 bytes a parameter:
             masters have none, a backward pass only checks and measures, and the
@@ -164,6 +174,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         process_group: Any = None,
         norm_filter: Callable[[torch.Tensor], bool] | None = None,
         on_skip: Callable[[_core.StepRecord], object] | None = None,
+        max_consecutive_skips: int | None = None,
         history_size: int = 1000,
     ) -> None:
         # Optimizer.__init__ is not run: it would make groups and state of its own.
@@ -187,6 +198,13 @@ class FP16_Optimizer(torch.optim.Optimizer):
             )
         else:
             scaler = LossScaler(static_loss_scale)
+        if max_consecutive_skips is not None and (
+            not isinstance(max_consecutive_skips, int) or max_consecutive_skips < 1
+        ):
+            raise ValueError(
+                "FP16_Optimizer: max_consecutive_skips must be None or an integer of "
+                f"at least 1, but got {max_consecutive_skips!r}"
+            )
         if not isinstance(history_size, int) or history_size < 0:
             raise ValueError(
                 "FP16_Optimizer: history_size must be an integer of at least 0, "
@@ -214,6 +232,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         self.verbose = verbose
         self.clip_grad_norm: Callable[..., Any] = clip_grad_norm_
         self.on_skip = on_skip
+        self.max_consecutive_skips = max_consecutive_skips
         self._core = core
         self._model = model
         self._process_group = group
@@ -232,6 +251,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
             "load_state_dict_post",
         ):
             setattr(self, f"_optimizer_{name}_hooks", OrderedDict())
+        self._repeat_hooks: dict[int, Callable[[], None]] = OrderedDict()
         self._zero_grad_profile_name = "Optimizer.zero_grad#FP16_Optimizer.zero_grad"
         self._warned_capturable_if_run_uncaptured = True
         self._ingest()
@@ -377,8 +397,8 @@ class FP16_Optimizer(torch.optim.Optimizer):
                 ``materialize_master_grads=False`` if gradients were cleared or changed
                 since the update.
             LossScaleError: if a later evaluation of a closure overflows for good,
-                with masters and model back at their values on entry; and under
-                ``on_min_scale="raise"``.
+                with masters and model back at their values on entry; under
+                ``on_min_scale="raise"``; and for ``max_consecutive_skips``.
         """
         args: tuple[Any, ...] = (self,) if closure is None else (self, closure)
         kwargs: dict[str, Any] = {}
@@ -407,13 +427,14 @@ class FP16_Optimizer(torch.optim.Optimizer):
         try:
             applies = self._core.begin_step(may_defer=not hooked)
         finally:
-            self._log()
+            skip = self._log()
         if not applies:
             tell_schedulers(self.optimizer)
+            self._limit_skips(skip)
             return None
         rewrite = has_hooks(self.optimizer, "post")
         result = self._inner_step()
-        self._finish_step(rewrite)
+        self._limit_skips(self._finish_step(rewrite) or skip)
         return result
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
@@ -421,19 +442,23 @@ class FP16_Optimizer(torch.optim.Optimizer):
         self._insist_on_rule()
         core = self._core
         core.begin_closure_step()
+        skip = None
 
         def evaluate() -> Any:
+            nonlocal skip
             core.begin_evaluation()
             while True:
                 loss = closure()
                 try:
                     outcome = core.end_evaluation()
                 finally:
-                    self._log()
+                    skip = self._log()
                 if outcome is Evaluation.ACCEPT:
                     return loss
                 if outcome is Evaluation.SKIP:
                     raise _SkippedStep
+                for hook in list(self._repeat_hooks.values()):
+                    hook()
 
         rewrite = has_hooks(self.optimizer, "post")
         try:
@@ -444,6 +469,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
                 core.abandon_step(True)
             finally:
                 self._log()
+            self._limit_skips(skip)
             return None
         except BaseException:
             core.abandon_step(False)
@@ -486,11 +512,21 @@ class FP16_Optimizer(torch.optim.Optimizer):
         tell_schedulers(self.optimizer)
         return None
 
-    def _finish_step(self, rewrite: bool) -> None:
+    def _finish_step(self, rewrite: bool) -> _core.StepRecord | None:
         # A hook may write masters through `.data`, which leaves no trace, and it
         # may come or go while the step runs.
         self._core.finish_step(rewrite or has_hooks(self.optimizer, "post"))
-        self._log()
+        return self._log()
+
+    def _limit_skips(self, last: _core.StepRecord | None) -> None:
+        limit = self.max_consecutive_skips
+        if last is not None and limit is not None and last.skipped_in_a_row >= limit:
+            culprit = repr(last.culprits[0]) if last.culprits else "no parameter"
+            raise LossScaleError(
+                "FP16_Optimizer.step: skipped steps in a row must be fewer than "
+                f"max_consecutive_skips={limit}, but got {last.skipped_in_a_row}; "
+                f"first at {culprit}"
+            )
 
     def _insist_on_rule(self) -> None:
         if self._insistence:
@@ -503,6 +539,12 @@ class FP16_Optimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"FP16_Optimizer.step: {self._insistence}, but got {obstacle}"
             )
+
+    def _register_repeat_hook(self, hook: Callable[[], None]) -> RemovableHandle:
+        """Have ``hook`` run before an evaluation of a closure is repeated."""
+        handle = RemovableHandle(self._repeat_hooks)
+        self._repeat_hooks[handle.id] = hook
+        return handle
 
     def zero_grad(  # type: ignore[override]
         self, set_grads_to_None: bool = False, *, set_to_none: bool | None = None
@@ -920,12 +962,15 @@ class FP16_Optimizer(torch.optim.Optimizer):
                 [[counts(p, self._norm_filter) for p in group] for group in params]
             )
 
-    def _log(self) -> None:
+    def _log(self) -> _core.StepRecord | None:
+        """Tell what happened, and return the last skip among it."""
         for text in self._core.take_messages():
             logger.warning(text)
-        for record in self._core.take_skips():
+        skips = self._core.take_skips()
+        for record in skips:
             if self.on_skip is not None:
                 self.on_skip(record)
+        return skips[-1] if skips else None
 
     def _print_groups(self, first: int) -> None:
         if self.verbose:
