@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import logging
 import multiprocessing
+import os
 import pathlib
 import time
 import traceback
@@ -53,7 +54,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     ranks = Ranks(rank, size)
     while True:
         try:
-            function, args = pipe.recv()
+            function, args, last = pipe.recv()
         except EOFError:
             return
         torch.manual_seed(rank)
@@ -61,6 +62,8 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
             pipe.send((True, function(ranks, *args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        if last:
+            os._exit(0)
 
 
 class ProcessPool:
@@ -82,16 +85,26 @@ class ProcessPool:
         Fails with the tracebacks if it raises in one of them. What it returns must
         be plain data: tensors go as lists or numpy arrays.
         """
-        answers = self.run_until_death(function, *args)
+        answers = self._run(function, args, last=False)
         assert None not in answers, f"processes died: {answers}"
         return answers
 
-    def run_until_death(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run like :meth:`run`, with None as the answer of a process that died."""
+    def run_last(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run like :meth:`run`; processes end when they have answered, as scripts do.
+
+        None is the answer of a process that died before.
+        """
+        answers = self._run(function, args, last=True)
+        self.close()
+        return answers
+
+    def _run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], last: bool
+    ) -> list[Any]:
         if not self._workers:
             self._start()
         for _, pipe in self._workers:
-            pipe.send((function, args))
+            pipe.send((function, args, last))
         answers: dict[int, Any] = {}
         errors: dict[int, str] = {}
         end = time.monotonic() + PATIENCE
