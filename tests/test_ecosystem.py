@@ -809,3 +809,23 @@ def test_distributed_checkpoint_saves_and_loads_the_whole_state(
         clean(both)
     assert_same(other.state_dict(), optimizer.state_dict())
     assert_same(list(other_model.parameters()), list(model.parameters()))
+
+
+def test_an_iteration_may_be_compiled() -> None:
+    results = []
+    for compiled in (False, True):
+        param = half(1.0, 2.0)
+        optimizer = wrap(param, lr=0.125, static_loss_scale=8.0)
+
+        def iterate(param: Any, optimizer: Any, factor: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            optimizer.backward((param.float() * factor).pow(2).sum())
+            optimizer.clip_master_grads(1.0)
+            optimizer.step()
+
+        run: Any = torch.compile(iterate, backend="eager") if compiled else iterate
+        for factor in (1.0, INF, 2.0):
+            run(param, optimizer, torch.tensor(factor))
+        assert (optimizer.steps_applied, optimizer.steps_skipped) == (2, 1)
+        results.append(copy_of([param, masters(optimizer)]))
+    assert_same(results[1], results[0])
