@@ -13,6 +13,7 @@ import torch
 
 import fp16core
 from fp16core import compat, fp16_utils, multi_tensor
+from fp16core.compat.__main__ import main
 from helpers import half, train
 
 ORIGINAL_NAMES = {"apex", "amp_C", "fp16", "megatron", "mpu"}
@@ -176,9 +177,12 @@ def test_scripts_run_as_they_are(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert run.stdout == "__main__ ['a'] 0.5 found\n", run.stderr
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 1
-    assert run.stderr.startswith("usage: python -m fp16core.compat (SCRIPT | -m")
+
+
+def test_without_a_script_the_usage_is_told() -> None:
+    for arguments in ([], ["-m"], ["--lr"]):
+        with pytest.raises(SystemExit, match=r"^usage: python -m fp16core.compat \(SC"):
+            main(arguments)
 
 
 def test_a_package_beside_the_script_wins(

@@ -536,7 +536,6 @@ def test_processes_agree_on_norms_that_are_not_finite(pool: ProcessPool) -> None
     assert infinite == [INF, INF, INF, 8.0, INF, 1.0]
 
 
-@pytest.mark.xfail(reason="a NaN is lost in the norm of -inf over processes")
 def test_a_nan_is_not_lost_in_the_smallest_magnitude(pool: ProcessPool) -> None:
     for found in pool.run(no_finite_norm):
         assert not math.isfinite(found[5])

@@ -630,6 +630,9 @@ double MasterWeights::gradient_norm(double norm_type, const Combine& combine) {
       }
     });
     smallest = -combined(-smallest, Reduction::kMax);
+    if (smallest < 0.0) {
+      return std::nan(""); // what stood for it among the others
+    }
     return std::isinf(smallest) ? 0.0 : smallest;
   }
   if (norm_type != 2.0 && norm_type != HUGE_VAL) {

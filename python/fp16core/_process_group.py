@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from fp16core._core import Reduction
 
-_OPERATIONS = {Reduction.SUM: dist.ReduceOp.SUM, Reduction.MAX: dist.ReduceOp.MAX}
 _MODEL_PARALLEL = ("model_parallel", "tensor_model_parallel")
 
 
@@ -36,7 +35,10 @@ class ProcessGroup:
 
     def __call__(self, value: float, reduction: Reduction) -> float:
         number = torch.tensor([value], dtype=torch.float64, device=self._device)
-        dist.all_reduce(number, _OPERATIONS[reduction], self._group)
+        # A torch without its distributed part has no ReduceOp to look up before.
+        sum_ = reduction is Reduction.SUM
+        operation = dist.ReduceOp.SUM if sum_ else dist.ReduceOp.MAX
+        dist.all_reduce(number, operation, self._group)
         return number.item()
 
     def counts(
