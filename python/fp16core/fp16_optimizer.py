@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import warnings
@@ -210,6 +211,17 @@ class FP16_Optimizer(torch.optim.Optimizer):
                 "FP16_Optimizer: history_size must be an integer of at least 0, "
                 f"but got {history_size!r}"
             )
+        _check_callable("on_skip", on_skip)
+        _check_callable("norm_filter", norm_filter)
+        if norm_filter is not None and process_group is None:
+            raise ValueError(
+                "FP16_Optimizer: norm_filter needs a process_group, but got none"
+            )
+        if not (model is None or isinstance(model, torch.nn.Module)):
+            raise TypeError(
+                "FP16_Optimizer: model must be a torch.nn.Module, "
+                f"but got {type(model).__name__}"
+            )
         group = None
         if process_group is not None:
             group = ProcessGroup(process_group, "FP16_Optimizer")
@@ -303,7 +315,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
             )
         except BaseException:
             if update_master_grads:
-                self._core.fail_update()
+                self._fail_update()
             raise
         if update_master_grads:
             self.update_master_grads()
@@ -341,7 +353,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         try:
             self._ingest()
         except BaseException:
-            self._core.fail_update()
+            self._fail_update()
             raise
         self._core.update_master_grads()
 
@@ -427,10 +439,11 @@ class FP16_Optimizer(torch.optim.Optimizer):
         hooked = has_hooks(self.optimizer, "pre") or has_hooks(self.optimizer, "post")
         try:
             applies = self._core.begin_step(may_defer=not hooked)
+            if not applies:
+                tell_schedulers(self.optimizer)
         finally:
             skip = self._log()
         if not applies:
-            tell_schedulers(self.optimizer)
             self._limit_skips(skip)
             return None
         rewrite = has_hooks(self.optimizer, "post")
@@ -758,10 +771,23 @@ class FP16_Optimizer(torch.optim.Optimizer):
             tensors = [p[1] if isinstance(p, tuple) else p for p in listed]
             group = {**param_group, "params": tensors}
             check_group(group, len(self.param_groups), "FP16_Optimizer")
-            self._core.check([{"params": tensors}], len(self.param_groups))
+            self._check_new_group(listed, tensors)
         self.optimizer.add_param_group(param_group)
         self._ingest()
         self._print_groups(len(self.param_groups) - 1)
+
+    def _check_new_group(self, listed: Any, tensors: list[torch.Tensor]) -> None:
+        self._ingest()
+        core = self._core
+        names = parameter_names(self.param_groups, core.parameters(), self._model)
+        told = [p[0] if isinstance(p, tuple) else "" for p in listed]
+        group = {"params": tensors, "param_names": told}
+        core.set_names(names + parameter_names([group], [tensors], self._model))
+        try:
+            core.check([group], len(names))
+        except BaseException:
+            core.set_names(names)
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state as plain data, which ``torch.load`` reads as it is.
@@ -963,6 +989,11 @@ class FP16_Optimizer(torch.optim.Optimizer):
                 [[counts(p, self._norm_filter) for p in group] for group in params]
             )
 
+    def _fail_update(self) -> None:
+        # What went wrong here says more than that the others could not be told.
+        with contextlib.suppress(RuntimeError):
+            self._core.fail_update()
+
     def _log(self) -> _core.StepRecord | None:
         """Tell what happened, and return the last skip among it."""
         for text in self._core.take_messages():
@@ -1037,6 +1068,13 @@ def _insistence(fused: Any, materialize: Any) -> str:
             raise ValueError(f"FP16_Optimizer: {rule}, but got fused=False")
         return rule
     return "fused=True needs a step by an update rule" if fused else ""
+
+
+def _check_callable(name: str, value: Any) -> None:
+    if value is not None and not callable(value):
+        raise TypeError(
+            f"FP16_Optimizer: {name} must be callable or None, but got {value!r}"
+        )
 
 
 def _choice(choices: dict[str, Any], name: str, value: Any) -> Any:
