@@ -71,7 +71,16 @@ void bind_gradient_report(nb::module_& m) {
           "scale",
           &StepRecord::scale,
           "The scale that the gradients were made with.")
-      .def_ro("overflow", &StepRecord::overflow, "Whether it was skipped.")
+      .def_ro(
+          "overflow",
+          &StepRecord::overflow,
+          "Whether a gradient was infinite or NaN.")
+      .def_ro(
+          "skipped",
+          &StepRecord::skipped,
+          "Whether the step was skipped for it; an evaluation that is repeated "
+          "at "
+          "a lower scale skips nothing.")
       .def_ro(
           "skipped_in_a_row",
           &StepRecord::skipped_in_a_row,

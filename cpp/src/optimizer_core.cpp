@@ -449,6 +449,7 @@ void OptimizerCore::tell_past_iteration(const detail::PastIteration& past) {
       {past.step,
        record.scale_before,
        record.overflow,
+       record.overflow,
        0,
        record.norm,
        culprits});
@@ -572,7 +573,7 @@ bool OptimizerCore::begin_step(bool may_defer) {
     bring_scale_to_host();
     // The floor counts if the step was made on it, not if it was just reached.
     const bool at_floor = loss_scaler_->at_floor();
-    record_on_host(overflow());
+    record_on_host(overflow(), overflow());
     steps_skipped_ += overflow() ? 1 : 0;
     update_scale(overflow(), "the step is skipped");
     if (overflow()) {
@@ -657,18 +658,18 @@ Evaluation OptimizerCore::end_evaluation() {
       // The inner optimizer has not moved anything yet.
       master_weights_.take_snapshot();
     }
-    record_on_host(false);
+    record_on_host(false, false);
     first_evaluation_ = false;
     repeats_ = 0;
     return Evaluation::kAccept;
   }
   update_pending_ = false;
-  record_on_host(true);
   bool curable = !loss_scaler_->at_floor();
   const double before = loss_scaler_->loss_scale();
   try {
     update_scale(true, "the closure is evaluated again");
   } catch (...) {
+    record_on_host(true, false);
     if (!first_evaluation_) {
       master_weights_.rollback();
       first_evaluation_ = true;
@@ -678,6 +679,7 @@ Evaluation OptimizerCore::end_evaluation() {
   // A scaler that tolerates overflows without end would be asked for ever.
   repeats_ = loss_scaler_->loss_scale() == before ? repeats_ + 1 : 0;
   curable = curable && repeats_ < kMostRepeats;
+  record_on_host(true, !curable && first_evaluation_);
   if (curable) {
     return Evaluation::kRepeat;
   }
@@ -739,9 +741,13 @@ std::int64_t OptimizerCore::steps_skipped() const {
 // ---- history ----
 
 void OptimizerCore::record(StepRecord record) {
-  skipped_in_a_row_ = record.overflow ? skipped_in_a_row_ + 1 : 0;
+  if (record.skipped) {
+    ++skipped_in_a_row_;
+  } else if (!record.overflow) {
+    skipped_in_a_row_ = 0;
+  }
   record.skipped_in_a_row = skipped_in_a_row_;
-  if (record.overflow) {
+  if (record.skipped) {
     skips_.push_back(record);
   }
   history_.push_back(std::move(record));
@@ -750,11 +756,12 @@ void OptimizerCore::record(StepRecord record) {
   }
 }
 
-void OptimizerCore::record_on_host(bool overflow) {
+void OptimizerCore::record_on_host(bool overflow, bool skipped) {
   record(
       {steps_begun_,
        taken_scale_.read(),
        overflow,
+       skipped,
        0,
        master_weights_.taken_norm(),
        overflow ? master_weights_.report().culprits()

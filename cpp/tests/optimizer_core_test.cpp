@@ -839,6 +839,11 @@ TEST_CASE("a scaler that tolerates every overflow does not hold a closure up") {
   CHECK((outcome == Evaluation::kSkip));
   core.abandon_step(true);
   CHECK(core.loss_scaler()->loss_scale() == 4.0);
+  // Evaluations that are repeated skip nothing.
+  CHECK(core.steps_skipped() == 1);
+  REQUIRE(core.take_skips().size() == 1);
+  CHECK(core.history().back().skipped);
+  CHECK(core.history().back().skipped_in_a_row == 1);
 }
 
 // ---- a scaler for several ----

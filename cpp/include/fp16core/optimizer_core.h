@@ -257,7 +257,7 @@ class FP16CORE_API OptimizerCore {
   std::string first_offender() const;
   void take_and_check();
   void record(StepRecord record);
-  void record_on_host(bool overflow);
+  void record_on_host(bool overflow, bool skipped);
 
   // For hooks, which must not outlive it.
   std::shared_ptr<OptimizerCore*> self_ =

@@ -15,8 +15,11 @@ struct StepRecord {
   std::int64_t step = 1;
   /// The scale that the gradients were made with.
   double scale = 1.0;
-  /// Whether it was skipped (of an evaluation: repeated, or given up).
+  /// Whether a gradient was infinite or NaN.
   bool overflow = false;
+  /// Whether the step was skipped for it; an evaluation that is repeated at a
+  /// lower scale skips nothing.
+  bool skipped = false;
   /// How many skipped steps in a row it ended, itself counted; 0 if it was
   /// applied.
   std::int64_t skipped_in_a_row = 0;
