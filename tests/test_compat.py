@@ -195,7 +195,30 @@ def test_a_package_beside_the_script_wins(
     assert load("fp16.loss_scaler").LossScaler is fp16core.LossScaler
 
 
-def test_megatron_takes_the_group_of_mpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_scalers_are_of_its_own_class() -> None:
+    compat.install("megatron")
+    module = load("fp16")
+    arguments = {"init_scale": 8, "delayed_shift": 3}
+    made = [
+        module.FP16_Optimizer(
+            torch.optim.SGD([half(1.0)], lr=0.5), dynamic_loss_scale=True, **options
+        )
+        for options in ({"dynamic_loss_args": arguments}, {})
+    ]
+    made[0].loss_scaler.update_scale(True)
+    made[1].load_state_dict(made[0].state_dict())
+    for optimizer in made:
+        assert type(optimizer.loss_scaler) is module.DynamicLossScaler
+        assert optimizer.loss_scale == 8.0
+        assert optimizer.loss_scaler.cur_hysteresis == 2
+    policy = {"policy": "deepspeed", "min_scale": 4}
+    optimizer = module.FP16_Optimizer(
+        torch.optim.SGD([half(1.0)], lr=0.5), 1.0, True, policy
+    )
+    assert optimizer.loss_scaler.window_lag == 1
+
+
+def test_megatron_without_mpu_is_one_process() -> None:
     compat.install("megatron")
     module = load("fp16")
     weight = half(1.0)

@@ -190,10 +190,10 @@ def test_bits_do_not_depend_on_the_instruction_set(capability: str) -> None:
     assert got == expected
 
 
-@pytest.mark.parametrize("threads", [2, 3])
-def test_bits_do_not_depend_on_the_number_of_threads(threads: int) -> None:
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    # Three share out chunks unevenly.
     best = _core.cpu_capability().lower()
-    expected, got = dict(run(best, 1)), dict(run(best, threads))
+    expected, got = dict(run(best, 1)), dict(run(best, 3))
     assert expected.pop("threads") != got.pop("threads")
     assert got == expected
 

@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import pathlib
 import pickle
 import warnings
 import weakref
@@ -18,7 +19,16 @@ from torch.optim.optimizer import (
 )
 
 from fp16core import FP16_Optimizer
-from helpers import INF, assert_same, copy_of, half, masters, single, train
+from helpers import (
+    HALF_DTYPES,
+    INF,
+    assert_same,
+    copy_of,
+    half,
+    masters,
+    single,
+    train,
+)
 
 
 def wrap(*params: torch.Tensor, lr: float = 0.5, **kwargs: Any) -> FP16_Optimizer:
@@ -244,6 +254,44 @@ def test_schedulers_still_warn_of_a_wrong_order() -> None:
         scheduler.step()
 
 
+def test_a_schedule_may_wait_for_steps_that_are_applied() -> None:
+    param = half(1.0)
+    optimizer = wrap(
+        param, dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 16.0}
+    )
+    scheduler = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for step in (overflow, clean, overflow, clean):
+        step(optimizer)
+        if not optimizer.overflow:
+            scheduler.step()
+    assert scheduler.last_epoch == optimizer.steps_applied == 2
+    assert param.item() == 1.0 - 0.5 - 0.25
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_schedulers_are_resumed_with_the_optimizer(tensor_lr: bool) -> None:
+    def make() -> tuple[FP16_Optimizer, Any]:
+        lr = torch.tensor(0.5) if tensor_lr else 0.5
+        inner = torch.optim.Adam([half(1.0)], lr=lr)
+        optimizer = FP16_Optimizer(inner, verbose=False)
+        return optimizer, lr_scheduler.CosineAnnealingLR(optimizer, 8)
+
+    def run(optimizer: FP16_Optimizer, scheduler: Any) -> None:
+        for _ in range(3):
+            clean(optimizer)
+            scheduler.step()
+
+    first, other = make(), make()
+    run(*first)
+    saved = copy_of([part.state_dict() for part in first])
+    for part, state in zip(other, saved, strict=True):
+        part.load_state_dict(state)
+    for pair in (first, other):
+        run(*pair)
+    assert_same(other[0].state_dict(), first[0].state_dict())
+    assert_same(other[1].get_last_lr(), first[1].get_last_lr())
+
+
 def test_reduce_on_plateau_reduces() -> None:
     optimizer = wrap(half(1.0))
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
@@ -349,6 +397,50 @@ def test_state_dict_hooks_run_around_the_whole_state() -> None:
     optimizer.register_load_state_dict_post_hook(lambda o: log.append("post load"))
     optimizer.load_state_dict(optimizer.state_dict())
     assert log == ["pre save", "post save", "pre load", "post load"]
+
+
+def test_hooks_may_be_put_in_front_and_removed() -> None:
+    optimizer = wrap(half(1.0))
+    log: list[str] = []
+    handles = []
+    for name, prepend in (("first", False), ("second", False), ("zeroth", True)):
+        handles.append(
+            optimizer.register_state_dict_pre_hook(
+                lambda o, name=name: log.append(name), prepend=prepend
+            )
+        )
+        handles.append(
+            optimizer.register_load_state_dict_post_hook(
+                lambda o, name=name: log.append(name), prepend=prepend
+            )
+        )
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert log == ["zeroth", "first", "second"] * 2
+    for handle in handles:
+        handle.remove()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert len(log) == 6
+
+
+def test_a_hook_that_raises_comes_out_and_leaves_a_usable_optimizer() -> None:
+    param = half(1.0)
+    optimizer = wrap(param)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("mine")
+
+    for register in (
+        optimizer.register_step_pre_hook,
+        optimizer.optimizer.register_step_pre_hook,
+    ):
+        before = param.item()
+        handle = register(fail)
+        with pytest.raises(KeyError, match="mine"):
+            clean(optimizer)
+        handle.remove()
+        assert param.item() == before
+        optimizer.step()
+        assert param.item() == before - 0.5
 
 
 def test_the_profiler_sees_the_inner_step_once() -> None:
@@ -496,14 +588,119 @@ def test_gradient_clipping_by_torch_on_the_groups() -> None:
     )
 
 
-def test_averaged_models_of_torch_work_beside_it() -> None:
-    model = torch.nn.Linear(3, 1).half()
-    optimizer = wrap(*model.parameters(), lr=0.125)
+def test_clipping_values_by_torch_on_the_groups() -> None:
+    param = half(0.0, 0.0)
+    optimizer = wrap(param, static_loss_scale=64.0)
+    optimizer.backward((param.float() * torch.tensor([3.0, -0.25])).sum())
+    torch.nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 0.5)
+    optimizer.step()
+    assert param.tolist() == [-0.25, 0.125]
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+def test_averaged_models_of_torch_work_beside_it(dtype: torch.dtype) -> None:
+    model = torch.nn.Linear(3, 1).to(dtype)
+    optimizer = wrap(*model.parameters(), lr=2.0**-12)
     averaged = torch.optim.swa_utils.AveragedModel(model)
     for _ in range(2):
-        train(optimizer, model(torch.ones(1, 3).half()).float().sum())
+        train(optimizer, model(torch.ones(1, 3).to(dtype)).float().sum())
         averaged.update_parameters(model)
-    assert all(p.dtype == torch.float16 for p in averaged.parameters())
+    assert all(p.dtype == dtype for p in averaged.parameters())
+    # Averaged weights swapped in, evaluated and swapped out cost the masters no bit.
+    before = copy_of(masters(optimizer))
+    own = copy_of(dict(model.state_dict()))
+    model.load_state_dict(averaged.module.state_dict())
+    model.load_state_dict(own)
+    assert_same(copy_of(optimizer.fp32_from_fp16_groups[0]), before)
+
+
+def test_an_average_of_the_masters_sees_every_small_step() -> None:
+    param = half(1.0)
+    optimizer = wrap(param, lr=2.0**-14)
+    ema = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    average = copy_of(masters(optimizer))
+    for _ in range(2):
+        clean(optimizer)
+        ema(average, [m.detach() for m in masters(optimizer)], 0)
+    # Steps that the float16 weight does not show.
+    assert param.item() == 1.0
+    assert average[0].item() == 1.0 - 1.25 * 2.0**-14
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around ours, with its groups and state, as launchers make them."""
+
+    def __init__(self, optimizer: FP16_Optimizer) -> None:
+        self.optimizer = optimizer
+        # What a launcher does to move the state to its device.
+        self.load_state_dict(self.optimizer.state_dict())
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        accepted = inspect.signature(self.optimizer.zero_grad).parameters
+        assert "set_to_none" in accepted
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+def test_a_wrapper_may_stand_around_it() -> None:
+    param = half(1.0)
+    ours = wrap(param, static_loss_scale=4.0)
+    outer = Around(ours)
+    scheduler = lr_scheduler.StepLR(outer, 1, gamma=0.5)
+    for _ in range(2):
+        outer.zero_grad()
+        ours.backward(param.float().sum())
+        outer.step()
+        scheduler.step()
+    assert param.item() == 1.0 - 0.5 - 0.25
+    saved = copy_of(outer.state_dict())
+    outer.load_state_dict(saved)
+    assert_same(outer.state_dict(), saved)
+
+
+def test_a_step_put_on_the_instance_is_called() -> None:
+    param = half(1.0)
+    optimizer: Any = wrap(param)
+    own_step, calls = optimizer.step, []
+
+    def counted(closure: Any = None) -> Any:
+        calls.append(closure)
+        return own_step(closure)
+
+    optimizer.step = counted
+    clean(optimizer)
+    assert (param.item(), calls) == (0.5, [None])
+
+
+def test_gradients_scaled_by_torch_are_not_unscaled_again() -> None:
+    # Pieces of torch.amp around an optimizer with a scale of 1.
+    param = half(1.0)
+    optimizer = wrap(param)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(param.float().sum()).backward()
+    optimizer.update_master_grads()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert param.item() == 0.5
+    optimizer.zero_grad()
+    scaler.scale(param.float().sum() * INF).backward()
+    optimizer.update_master_grads()
+    scaler.step(optimizer)
+    scaler.update()
+    assert (param.item(), scaler.get_scale()) == (0.5, 2.0)
 
 
 @pytest.fixture
@@ -578,3 +775,57 @@ def test_distributed_checkpoint_takes_the_inner_optimizer_of_a_native_model() ->
     set_optimizer_state_dict(model, inner, optim_state_dict=state)
     train(optimizer, model(torch.ones(1, 3)).sum())
     assert optimizer.state[model.weight]["step"] == 2
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+def test_distributed_checkpoint_saves_and_loads_the_whole_state(
+    dtype: torch.dtype, tmp_path: pathlib.Path
+) -> None:
+    from torch.distributed import checkpoint
+
+    def make() -> tuple[torch.nn.Module, FP16_Optimizer]:
+        model = torch.nn.Linear(3, 2).to(dtype)
+        optimizer = FP16_Optimizer(
+            torch.optim.AdamW(model.parameters(), lr=2.0**-10),
+            dynamic_loss_scale=True,
+            dynamic_loss_args={"init_scale": 16.0},
+            verbose=False,
+        )
+        clean(optimizer)  # makes the state that loading fills
+        return model, optimizer
+
+    model, optimizer = make()
+    clean(optimizer)
+    overflow(optimizer)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    checkpoint.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    other_model, other = make()
+    loaded = {"model": other_model.state_dict(), "optimizer": other.state_dict()}
+    checkpoint.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    other_model.load_state_dict(loaded["model"])
+    other.load_state_dict(loaded["optimizer"])
+    assert_same(other.state_dict(), optimizer.state_dict())
+    for both in (optimizer, other):
+        clean(both)
+    assert_same(other.state_dict(), optimizer.state_dict())
+    assert_same(list(other_model.parameters()), list(model.parameters()))
+
+
+def test_an_iteration_may_be_compiled() -> None:
+    results = []
+    for compiled in (False, True):
+        param = half(1.0, 2.0)
+        optimizer = wrap(param, lr=0.125, static_loss_scale=8.0)
+
+        def iterate(param: Any, optimizer: Any, factor: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            optimizer.backward((param.float() * factor).pow(2).sum())
+            optimizer.clip_master_grads(1.0)
+            optimizer.step()
+
+        run: Any = torch.compile(iterate, backend="eager") if compiled else iterate
+        for factor in (1.0, INF, 2.0):
+            run(param, optimizer, torch.tensor(factor))
+        assert (optimizer.steps_applied, optimizer.steps_skipped) == (2, 1)
+        results.append(copy_of([param, masters(optimizer)]))
+    assert_same(results[1], results[0])

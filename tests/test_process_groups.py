@@ -4,11 +4,14 @@ Functions that take ``ranks`` run in each of the processes of the pool.
 """
 
 import functools
+import importlib
 import math
 import os
 import random
 import re
+import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fp16core import FP16_Optimizer, LossScaleError
+from fp16core import FP16_Optimizer, LossScaleError, compat
 from helpers import HALF_DTYPES, INF, NAN, ScaleModel, copy_of, half, single
 from process_pool import SECONDS, ProcessPool, Ranks
 
@@ -1151,6 +1154,50 @@ def test_uneven_inputs_end_with_equal_processes(
 
 
 # The end of a process. These come last, since the pool starts anew after them.
+
+
+def megatron(ranks: Ranks) -> list[Any]:
+    """Train as a script of Megatron-LM does, whose mpu makes pairs of processes."""
+    mpu = types.ModuleType("mpu")
+    mpu.get_model_parallel_group = lambda: ranks.neighbours  # type: ignore[attr-defined]
+    sys.modules["mpu"] = mpu
+    compat.install("megatron")
+    fp16 = importlib.import_module("fp16")
+    try:
+        split, whole = half(0.0), half(0.0)
+        split.model_parallel = True  # type: ignore[attr-defined]
+        whole.model_parallel = False  # type: ignore[attr-defined]
+        optimizer = fp16.FP16_Optimizer(
+            torch.optim.SGD([split, whole], lr=1.0),
+            dynamic_loss_scale=True,
+            dynamic_loss_args={"init_scale": 8},
+        )
+        # The parts of the split weight have 3 and 4 as gradients, the whole one 12.
+        slope = 3.0 + ranks.rank % 2
+        loss = split.float().sum() * slope + whole.float().sum() * 12
+        optimizer.backward(loss)
+        norm = optimizer.clip_master_grads(100.0).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        bad = INF if ranks.rank == 1 else 1.0
+        optimizer.backward(split.float().sum() * bad)
+        optimizer.step()
+        scaler = optimizer.loss_scaler
+        found = scaler.has_overflow([split]), scaler.has_overflow_serial([split])
+        return [norm, optimizer.overflow, optimizer.loss_scale, *found]
+    finally:
+        del sys.modules["mpu"]
+        compat.uninstall()
+
+
+def test_scripts_of_megatron_take_part_in_model_parallelism(pool: ProcessPool) -> None:
+    # An overflow in one process skips the step in its pair, and in no other.
+    assert pool.run(megatron) == [
+        [13.0, True, 4.0, True, False],
+        [13.0, True, 4.0, True, True],
+        [13.0, False, 8.0, False, False],
+        [13.0, False, 8.0, False, False],
+    ]
 
 
 def die(ranks: Ranks, where: str) -> list[Any]:

@@ -234,6 +234,36 @@ def test_small_updates_of_bfloat16_add_up() -> None:
     assert masters(optimizer)[0].item() == weight.item() == 1.0 - 2.0**-5
 
 
+def test_bfloat16_at_its_defaults_is_nothing_to_warn_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    weight = half(1.0, dtype=torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = sgd(weight)
+        train(optimizer, weight.float().sum())
+    assert optimizer.loss_scale == 1.0
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("empty_at", [0, 20, 35, 40])
+def test_an_empty_parameter_may_stand_anywhere_in_a_long_list(
+    empty_at: int, dtype: torch.dtype
+) -> None:
+    params = [half(1.0, dtype=dtype) for _ in range(40)]
+    empty = torch.nn.Parameter(torch.empty(0, 8, dtype=dtype))
+    params.insert(empty_at, empty)
+    optimizer = sgd(*params, static_loss_scale=8.0)
+    optimizer.backward(torch.stack([p.float().sum() for p in params]).sum())
+    torch.testing.assert_close(
+        optimizer.clip_master_grads(1000.0).item(), 40**0.5, rtol=2**-24, atol=0
+    )
+    optimizer.step()
+    assert (tuple(empty.shape), empty.dtype) == ((0, 8), dtype)
+    assert [p.item() for p in params if p.numel()] == [0.5] * 40
+
+
 def test_a_frozen_backbone_costs_no_masters_and_no_state() -> None:
     backbone = torch.nn.Linear(30, 30).half().requires_grad_(False)
     adapter = torch.nn.Linear(30, 1, bias=False).half()

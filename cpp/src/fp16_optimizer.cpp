@@ -7,6 +7,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>

@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Version.h>
+#include <torch/nn/module.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>

@@ -332,7 +332,8 @@ class FP16_Optimizer(torch.optim.Optimizer):
                 "FP16_Optimizer.backward: loss must be a tensor, "
                 f"but got {type(loss).__name__}"
             )
-        return self._core.scale_loss(loss)
+        # Not as a bound method: torch.compile would lose the core.
+        return _core.OptimizerCore.scale_loss(self._core, loss)
 
     def update_master_grads(self) -> None:
         """Take the gradients: check them, and unscale them into fp32.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 import torch
@@ -214,13 +214,16 @@ _DEFAULTS = {
 }
 
 
-def scaler_from_arguments(arguments: dict[str, Any] | None) -> DynamicLossScaler:
-    """Make the scaler that ``dynamic_loss_args`` asks for."""
+def scaler_from_arguments(
+    arguments: Mapping[str, Any] | None,
+    kind: type[DynamicLossScaler] = DynamicLossScaler,
+) -> DynamicLossScaler:
+    """Make the scaler that ``dynamic_loss_args`` asks for, as one of class ``kind``."""
     options = dict(arguments or {})
     policy = options.pop("policy", None)
     if policy is None:
-        return DynamicLossScaler(**options)
-    return DynamicLossScaler.preset(policy, **options)
+        return kind(**options)
+    return kind.preset(policy, **options)
 
 
 def scaler_state(scaler: Any) -> dict[str, Any]:

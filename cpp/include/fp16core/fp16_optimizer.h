@@ -13,7 +13,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
-#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
@@ -23,6 +22,10 @@
 #include <optional>
 #include <string>
 #include <vector>
+
+namespace torch::nn {
+class Module;
+} // namespace torch::nn
 
 namespace fp16core {
 

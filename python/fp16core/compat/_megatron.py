@@ -69,6 +69,11 @@ class FP16_Optimizer(fp16core.FP16_Optimizer):  # noqa: N801 - the original's na
         **options: Any,
     ) -> None:
         options.setdefault("process_group", model_parallel_group())
+        if dynamic_loss_scale and options.get("loss_scaler") is None:
+            scaler = loss_scaler.scaler_from_arguments(
+                dynamic_loss_args, DynamicLossScaler
+            )
+            options["loss_scaler"] = scaler
         super().__init__(
             init_optimizer,
             static_loss_scale,
@@ -77,3 +82,11 @@ class FP16_Optimizer(fp16core.FP16_Optimizer):  # noqa: N801 - the original's na
             verbose,
             **options,
         )
+
+    def load_state_dict(self, state_dict: Any, **options: Any) -> None:
+        """As :meth:`fp16core.FP16_Optimizer.load_state_dict`; a dynamic scaler is of
+        this module's class afterwards, too."""
+        super().load_state_dict(state_dict, **options)
+        if type(self.loss_scaler) is loss_scaler.DynamicLossScaler:
+            restore, (_, state), _ = self.loss_scaler.__reduce__()
+            self.loss_scaler = restore(DynamicLossScaler, state)
