@@ -12,6 +12,7 @@ import torch
 
 from commands import configure, program, run
 from fp16core import _core
+from process_pool import ProcessPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,6 +49,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
+    """Four processes in one group of gloo, which stay from test to test."""
+    pool = ProcessPool(4, tmp_path_factory.mktemp("processes"))
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """The loss scalers: their rule, their arguments, and scalers of other kinds."""
 
 import copy
+import itertools
 import json
 import pathlib
 import pickle
@@ -20,7 +21,17 @@ from fp16core import (
     LossScaler,
     _core,
 )
-from helpers import HALF_DTYPES, INF, NAN, ScaleModel, half, masters, single, train
+from helpers import (
+    HALF_DTYPES,
+    INF,
+    NAN,
+    ScaleModel,
+    copy_of,
+    half,
+    masters,
+    single,
+    train,
+)
 
 DATA = pathlib.Path(__file__).parent / "data"
 POLICIES = json.loads((DATA / "scale_traces.json").read_text())["policies"]
@@ -509,6 +520,132 @@ def test_a_scaler_may_be_shared_by_two_optimizers() -> None:
     one.loss_scaler = two.loss_scaler = DynamicLossScaler(16.0)
     train(one, first.float().sum() * INF)
     assert two.loss_scale == 8.0
+
+
+def sharing(
+    scaler: Any, count: int = 2
+) -> tuple[list[torch.nn.Parameter], list[FP16_Optimizer]]:
+    """Return parameters at 1 and an optimizer for each, with one scaler."""
+    params = [half(1.0) for _ in range(count)]
+    optimizers = [
+        FP16_Optimizer(
+            torch.optim.SGD([param], lr=0.5), verbose=False, loss_scaler=scaler
+        )
+        for param in params
+    ]
+    assert all(optimizer.loss_scaler is scaler for optimizer in optimizers)
+    return params, optimizers
+
+
+def test_every_step_of_those_that_share_a_scaler_is_an_iteration() -> None:
+    scaler = DynamicLossScaler(16.0, scale_window=3)
+    model = ScaleModel(16.0, window=3)
+    params, optimizers = sharing(scaler)
+    rng = random.Random(0)
+    applied = [0, 0]
+    for step in range(100):
+        # Of a GAN: the one steps twice as often as the other.
+        which = 1 if step % 3 else 0
+        overflow = rng.random() < 0.15
+        before = scaler.loss_scale
+        # No scale lifts these gradients out of the range.
+        loss = params[which].float().sum() * (INF if overflow else 0.0)
+        train(optimizers[which], loss)
+        applied[which] += not overflow
+        assert optimizers[which].history[-1].scale == before
+        model.update(overflow)
+        assert [o.loss_scale for o in optimizers] == [model.scale] * 2
+    assert scaler.cur_iter == 100
+    assert [o.steps_applied for o in optimizers] == applied
+    assert [o.steps_applied + o.steps_skipped for o in optimizers] == [34, 66]
+
+
+@pytest.mark.parametrize("factor", [1.0, INF])
+def test_a_step_of_one_leaves_the_latched_scale_of_another(factor: float) -> None:
+    scaler = DynamicLossScaler(16.0, scale_window=1)
+    (one, two), (first, second) = sharing(scaler)
+    first.backward(one.float().sum() * 0.25, update_master_grads=False)
+    train(second, two.float().sum() * factor)
+    assert scaler.loss_scale == (32.0 if factor == 1.0 else 8.0)
+    # With what is now another scale, and with that of the first pass.
+    first.backward(one.float().sum() * 0.5, update_master_grads=False)
+    first.update_master_grads()
+    assert masters(first)[0].grad.item() == 0.75
+    first.step()
+    assert one.item() == 1 - 0.375
+    assert first.history[-1].scale == 16.0
+
+
+ORDERS = [
+    order
+    for order in itertools.permutations(["0 update", "0 step", "1 update", "1 step"])
+    if order.index("0 update") < order.index("0 step")
+    and order.index("1 update") < order.index("1 step")
+]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=" ".join)
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_one_pass_may_be_for_two_optimizers(
+    order: tuple[str, ...], bad: int | None
+) -> None:
+    scaler = DynamicLossScaler(8.0, scale_window=1)
+    params, optimizers = sharing(scaler)
+    for _ in range(2):  # the second with the parameters' old gradients behind it
+        before = [param.item() for param in params]
+        scaler.cur_scale = 8.0
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        factors = [INF if bad == i else 0.25 for i in range(2)]
+        loss = sum(p.float().sum() * f for p, f in zip(params, factors, strict=True))
+        optimizers[0].backward(loss, update_master_grads=False)  # type: ignore[arg-type]
+        for word in order:
+            optimizer = optimizers[int(word[0])]
+            if word.endswith("update"):
+                optimizer.update_master_grads()
+            else:
+                optimizer.step()
+        for i, (param, value) in enumerate(zip(params, before, strict=True)):
+            assert param.item() == value - (0.0 if bad == i else 0.125)
+            assert optimizers[i].history[-1].scale == 8.0
+            assert optimizers[i].overflow is (bad == i)
+        assert scaler.loss_scale == (32.0 if bad is None else 8.0)
+
+
+def test_a_foreign_scaler_may_be_shared() -> None:
+    scaler = Foreign(16.0)
+    (one, two), (first, second) = sharing(scaler)
+    train(first, one.float().sum() * 0.5)
+    train(second, two.float().sum() * INF)
+    assert scaler.flags == [False, True]
+    assert first.loss_scale == second.loss_scale == 16.0 * 2 / 4
+    assert (one.item(), two.item()) == (0.75, 1.0)
+
+
+def test_those_that_share_a_scaler_share_the_restored_one_again() -> None:
+    scaler = DynamicLossScaler(16.0, scale_window=2)
+    params, optimizers = sharing(scaler)
+    for factor in (1.0, INF, 1.0):
+        for param, optimizer in zip(params, optimizers, strict=True):
+            train(optimizer, param.float().sum() * factor * 2.0**-10)
+    states = [copy_of(optimizer.state_dict()) for optimizer in optimizers]
+    assert states[0]["loss_scaler"] == states[1]["loss_scaler"]
+    again = [half(1.0), half(1.0)]
+    loaded = [wrap(param) for param in again]
+    for optimizer, state in zip(loaded, states, strict=True):
+        optimizer.load_state_dict(state)
+    # Each has one of its own after a load.
+    loaded[1].loss_scaler = loaded[0].loss_scaler
+    for optimizer, old in ((loaded[0], optimizers[0]), (loaded[1], optimizers[1])):
+        assert optimizer.loss_scale == old.loss_scale
+        assert masters(optimizer)[0].item() == masters(old)[0].item()
+    for factor in (1.0, 1.0, INF, 1.0):
+        for i in range(2):
+            train(optimizers[i], params[i].float().sum() * factor * 2.0**-10)
+            train(loaded[i], again[i].float().sum() * factor * 2.0**-10)
+            assert loaded[i].loss_scale == optimizers[i].loss_scale
+            assert again[i].item() == params[i].item()
+    assert loaded[0].loss_scaler.cur_iter == scaler.cur_iter
 
 
 def test_a_new_scaler_takes_effect_with_the_next_backward() -> None:

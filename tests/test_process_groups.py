@@ -12,7 +12,7 @@ import re
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,14 +25,6 @@ from helpers import HALF_DTYPES, INF, NAN, ScaleModel, copy_of, half, single
 from process_pool import SECONDS, ProcessPool, Ranks
 
 P_NORMS = [2.0, 1.0, 3.0, 0.0, INF, -INF]
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
-    """Four processes, which stay from test to test."""
-    pool = ProcessPool(4, tmp_path_factory.mktemp("processes"))
-    yield pool
-    pool.close()
 
 
 def sgd(
