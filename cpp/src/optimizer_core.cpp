@@ -198,6 +198,7 @@ void OptimizerCore::downscale_gradients() {
   if (!scale.on_host() || scale.value() != 1.0) {
     master_weights_.scale_gradients(DeviceNumber(1.0) / scale);
   }
+  taken_scale_ = taken_factor_ = scale;
   latched_scale_.reset();
 }
 
@@ -254,6 +255,7 @@ void OptimizerCore::take_and_check() {
     accumulated_scale_ = scale;
   }
   taken_scale_ = scale.number;
+  taken_factor_ = 1.0;
   master_weights_.take_gradients(taken_scale_);
   overflow_.reset();
   overflow_by_hand_ = false;
@@ -569,7 +571,7 @@ bool OptimizerCore::begin_step(bool may_defer) {
     decided_on_device_ = counts_on_device_ =
         deferred_ || !options_.check_overflow;
   } else if (std::exchange(update_pending_, false)) {
-    ++steps_begun_;
+    steps_begun_ = steps_applied() + steps_skipped() + 1;
     bring_scale_to_host();
     // The floor counts if the step was made on it, not if it was just reached.
     const bool at_floor = loss_scaler_->at_floor();
@@ -629,7 +631,7 @@ void OptimizerCore::finish_step(bool rewrite) {
 // ---- closures ----
 
 void OptimizerCore::begin_closure_step() {
-  ++steps_begun_;
+  steps_begun_ = steps_applied() + steps_skipped() + 1;
   repeats_ = 0;
   latched_scale_.reset();
   deferred_ = decided_on_device_ = counts_on_device_ = false;
@@ -679,7 +681,13 @@ Evaluation OptimizerCore::end_evaluation() {
   // A scaler that tolerates overflows without end would be asked for ever.
   repeats_ = loss_scaler_->loss_scale() == before ? repeats_ + 1 : 0;
   curable = curable && repeats_ < kMostRepeats;
-  record_on_host(true, !curable && first_evaluation_);
+  const bool given_up = !curable && first_evaluation_;
+  record_on_host(true, given_up);
+  if (given_up) {
+    // Told when the step is over.
+    given_up_ = std::move(skips_.back());
+    skips_.pop_back();
+  }
   if (curable) {
     return Evaluation::kRepeat;
   }
@@ -701,11 +709,20 @@ void OptimizerCore::abandon_step(bool skipped) {
   master_weights_.drop_snapshot();
   if (skipped) {
     ++steps_skipped_;
+    if (auto record = std::exchange(given_up_, std::nullopt)) {
+      skips_.push_back(*std::move(record));
+    }
     act_on_floor(true);
   }
 }
 
 // ---- state ----
+
+void OptimizerCore::set_update_pending(bool pending) {
+  update_pending_ = pending;
+  taken_scale_ = loss_scaler_->loss_scale();
+  taken_factor_ = 1.0;
+}
 
 void OptimizerCore::set_overflow(bool overflow) {
   overflow_ = overflow;
@@ -723,6 +740,7 @@ void OptimizerCore::set_step_counts(
   steps_applied_ = applied;
   steps_skipped_ = skipped;
   steps_begun_ = applied + skipped;
+  skipped_in_a_row_ = 0;
   if (device_counts_ != nullptr) {
     device_counts_->clear();
   }
@@ -763,7 +781,7 @@ void OptimizerCore::record_on_host(bool overflow, bool skipped) {
        overflow,
        skipped,
        0,
-       master_weights_.taken_norm(),
+       master_weights_.taken_norm() / taken_factor_.read(),
        overflow ? master_weights_.report().culprits()
                 : std::vector<TensorReport>()});
 }

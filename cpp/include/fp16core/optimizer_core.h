@@ -199,7 +199,7 @@ class FP16CORE_API OptimizerCore {
   /// Whether the overflow (or the clean update) still has to reach the scaler
   /// with the next step. Part of a checkpoint.
   bool update_pending() const { return update_pending_; }
-  void set_update_pending(bool pending) { update_pending_ = pending; }
+  void set_update_pending(bool pending);
 
   bool first_evaluation() const { return first_evaluation_; }
   void set_first_evaluation(bool first) { first_evaluation_ = first; }
@@ -302,8 +302,12 @@ class FP16CORE_API OptimizerCore {
   // Overflows of an evaluation in a row that left the scale where it was.
   std::int64_t repeats_ = 0;
   std::int64_t skipped_in_a_row_ = 0;
-  // The scale of the gradients that were taken last.
+  // The scale of the gradients that were taken last, and what they were divided
+  // by after they were measured.
   DeviceNumber taken_scale_ = 1.0;
+  DeviceNumber taken_factor_ = 1.0;
+  // The record of a step with a closure that is about to be left.
+  std::optional<StepRecord> given_up_;
 };
 
 } // namespace fp16core
