@@ -456,17 +456,18 @@ class FP16_Optimizer(torch.optim.Optimizer):
         self._insist_on_rule()
         core = self._core
         core.begin_closure_step()
-        skip = None
 
         def evaluate() -> Any:
-            nonlocal skip
             core.begin_evaluation()
             while True:
                 loss = closure()
+                outcome = None
                 try:
                     outcome = core.end_evaluation()
                 finally:
-                    skip = self._log()
+                    # A skip is told when it has been counted.
+                    if outcome is not Evaluation.SKIP:
+                        self._log()
                 if outcome is Evaluation.ACCEPT:
                     return loss
                 if outcome is Evaluation.SKIP:
@@ -482,7 +483,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
             try:
                 core.abandon_step(True)
             finally:
-                self._log()
+                skip = self._log()
             self._limit_skips(skip)
             return None
         except BaseException:
