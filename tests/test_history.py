@@ -268,12 +268,12 @@ def test_each_evaluation_is_recorded() -> None:
     found = records(optimizer)
     assert found[:4] == [
         (1, 16.0, False, 0),
-        # Repeated at a lower scale, which skips nothing.
         (1, 16.0, True, 0),
         (1, 8.0, True, 0),
         (1, 4.0, False, 0),
     ]
     assert {record[0] for record in found[5:]} == {2}
+    # What is repeated skips nothing.
     assert skipped == []
     assert not any(record.skipped for record in optimizer.history)
 
@@ -333,7 +333,7 @@ def test_an_error_of_the_callback_comes_out_and_training_goes_on(
 
 def test_an_error_of_the_callback_in_a_closure_ends_the_step() -> None:
     param = half(1.0)
-    optimizer = wrap(param, static_loss_scale=8.0)
+    optimizer = wrap(param)
 
     def fail(record: Any) -> None:
         assert record.skipped and record.skipped_in_a_row == 1
@@ -348,6 +348,7 @@ def test_an_error_of_the_callback_in_a_closure_ends_the_step() -> None:
     assert optimizer.steps_skipped == 1
     optimizer.step(closure)
     assert param.item() == 0.5
+    assert records(optimizer) == [(1, 1.0, True, 1), (2, 1.0, False, 0)]
 
 
 @pytest.mark.parametrize("name", ["on_skip", "norm_filter"])

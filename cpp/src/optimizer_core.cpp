@@ -363,8 +363,10 @@ void OptimizerCore::check_nothing_lost() const {
 std::string OptimizerCore::first_offender() const {
   const auto report = master_weights_.report();
   const auto* offender = report.first_offender();
-  return offender == nullptr ? "no parameter"
-                             : GradientReport::describe(*offender);
+  if (offender != nullptr) {
+    return GradientReport::describe(*offender);
+  }
+  return options_.combine ? "a parameter of another process" : "no parameter";
 }
 
 void OptimizerCore::update_scale(bool overflow, const char* consequence) {
