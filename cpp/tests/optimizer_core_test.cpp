@@ -661,6 +661,11 @@ TEST_CASE("an overflow in another process skips the step here") {
   const auto& last = one.facade.core().history().back();
   CHECK(last.overflow);
   CHECK(last.culprits.empty());
+  one.facade.core().loss_scaler()->set_loss_scale(1.0);
+  CHECK_FALSE(one.iterate(1.0));
+  CHECK(
+      one.facade.core().take_messages().back().find(
+          "first at a parameter of another process") != std::string::npos);
   other.flag = 0.0;
   CHECK(one.iterate(1.0));
   CHECK(equals(one.weight, {0.0}));
