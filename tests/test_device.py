@@ -763,6 +763,33 @@ def test_messages_come_late_but_come(device: str, caplog: Log) -> None:
     assert caplog.messages[3:] == ["FP16_Optimizer.step: loss scale grows, 2 -> 4"]
 
 
+def test_the_history_comes_late_but_comes(device: str) -> None:
+    params = parameters(device)
+    skipped: list[Any] = []
+    optimizer = wrap(
+        torch.optim.SGD(params, lr=0.25),
+        dynamic_loss_args={"init_scale": 8.0},
+        on_skip=skipped.append,
+    )
+    iterate(optimizer, params, 0)
+    params_of_step = optimizer.param_groups[0]["params"]
+    norm = torch.cat([p.grad.double().flatten() for p in params_of_step]).norm().item()
+    for i in range(1, 3):
+        iterate(optimizer, params, i, (1, NAN))
+    iterate(optimizer, params, 3)
+    assert optimizer.step_decided_on == "device"
+    flush(optimizer, params)
+    found = optimizer.history[:4]
+    assert [(r.step, r.scale, r.skipped, r.skipped_in_a_row) for r in found] == [
+        (1, 8.0, False, 0), (2, 8.0, True, 1), (3, 4.0, True, 2), (4, 2.0, False, 0),
+    ]  # fmt: skip
+    # Summed in another order.
+    assert found[0].norm == pytest.approx(norm, rel=1e-6)
+    assert [r.step for r in skipped] == [2, 3]
+    (culprit,) = skipped[0].culprits
+    assert (culprit.group, culprit.index, culprit.nan_count) == (0, 1, 1)
+
+
 @pytest.mark.parametrize("by_rule", [True, False])
 def test_saturated_weights_are_told_of(by_rule: bool, device: str, caplog: Log) -> None:
     caplog.set_level(logging.DEBUG, "fp16core")

@@ -519,7 +519,7 @@ void OptimizerCore::end_iteration_on_device(detail::ListKernels& kernels) {
       ".step: a step must have run before one is captured in a CUDA graph, but "
       "got none");
   if (device_counts_ == nullptr || device_counts_->device() != device) {
-    set_step_counts(steps_applied(), steps_skipped());
+    put_step_counts(steps_applied(), steps_skipped());
     device_counts_ = std::make_shared<detail::DeviceCounts>(device);
   }
   if (dynamic != nullptr && dynamic->storage() == nullptr) {
@@ -543,6 +543,7 @@ void OptimizerCore::end_iteration_on_device(detail::ListKernels& kernels) {
       options_.check_overflow,
       state,
       device_counts_->counts());
+  ++steps_begun_;
   device_counts_->expect_record(
       steps_begun_,
       master_weights_.taken_positions());
@@ -566,7 +567,6 @@ bool OptimizerCore::begin_step(bool may_defer) {
   latched_scale_.reset();
   deferred_ = decided_on_device_ = counts_on_device_ = false;
   if (auto* kernels = deciding_kernels()) {
-    ++steps_begun_;
     end_iteration_on_device(*kernels);
     update_pending_ = false;
     deferred_ = may_defer && !overflow_;
@@ -739,10 +739,16 @@ void OptimizerCore::set_step_counts(
       options_.owner,
       ".load_state_dict: step counts must be at least 0, but got ",
       std::min(applied, skipped));
-  steps_applied_ = applied;
-  steps_skipped_ = skipped;
+  put_step_counts(applied, skipped);
   steps_begun_ = applied + skipped;
   skipped_in_a_row_ = 0;
+}
+
+void OptimizerCore::put_step_counts(
+    std::int64_t applied,
+    std::int64_t skipped) {
+  steps_applied_ = applied;
+  steps_skipped_ = skipped;
   if (device_counts_ != nullptr) {
     device_counts_->clear();
   }

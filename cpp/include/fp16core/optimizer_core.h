@@ -251,6 +251,7 @@ class FP16CORE_API OptimizerCore {
       std::int64_t tolerated,
       const char* consequence);
   void act_on_floor(bool at_floor);
+  void put_step_counts(std::int64_t applied, std::int64_t skipped);
   void tell_floor(double scale, const std::string& offender);
   void tell_past_iteration(const detail::PastIteration& past);
   void note_saturations();
