@@ -19,6 +19,12 @@ namespace {
 // Overflows of one evaluation that a scaler may tolerate without moving.
 constexpr std::int64_t kMostRepeats = 1000;
 
+// What a process tells the others of its update: nothing, an overflow, or that
+// it failed.
+constexpr double kClean = 0.0;
+constexpr double kOverflow = 1.0;
+constexpr double kFailed = 2.0;
+
 // The scaler as a device can run it, or nothing: it must be just one of the two
 // classes, since the device knows no overridden function.
 std::optional<detail::ScaleRule> rule_of(const LossScaler& scaler) {
@@ -207,43 +213,37 @@ void OptimizerCore::update_master_grads() {
     take_and_check();
     return;
   }
-  // What each process has to tell: nothing, an overflow, or that it failed.
-  constexpr double kOverflow = 1.0;
-  constexpr double kFailed = 2.0;
-  std::exception_ptr failure;
-  double found = 0.0;
+  double found = kClean;
   try {
     take_and_check();
-    found = overflow() ? kOverflow : 0.0;
+    found = overflow() ? kOverflow : kClean;
   } catch (...) {
-    failure = std::current_exception();
-    found = kFailed;
+    fail_update();
+    throw;
   }
-  found = options_.combine(found, Reduction::kMax);
-  overflow_ = found > 0.0;
-  // No device may decide on what it found alone.
-  overflow_by_hand_ = true;
-  if (found >= kFailed) {
-    update_pending_ = false;
-    if (failure != nullptr) {
-      std::rethrow_exception(failure);
-    }
-    TORCH_CHECK(
-        false,
-        options_.owner,
-        ".update_master_grads: all processes must take their gradients, but "
-        "got "
-        "an error in another one");
-  }
+  TORCH_CHECK(
+      agree(found),
+      options_.owner,
+      ".update_master_grads: all processes must take their gradients, but got "
+      "an error in another one");
 }
 
 void OptimizerCore::fail_update() {
   if (options_.combine) {
-    options_.combine(2.0, Reduction::kMax);
-    overflow_ = true;
-    overflow_by_hand_ = true;
-    update_pending_ = false;
+    agree(kFailed);
   }
+}
+
+// Settles with the other processes how the update went. Returns whether it did
+// not fail anywhere.
+bool OptimizerCore::agree(double found_here) {
+  const double found = options_.combine(found_here, Reduction::kMax);
+  overflow_ = found > kClean;
+  // No device may decide on what it found alone.
+  overflow_by_hand_ = true;
+  const bool good = found < kFailed;
+  update_pending_ = update_pending_ && good;
+  return good;
 }
 
 void OptimizerCore::take_and_check() {

@@ -406,8 +406,7 @@ void check_pairs(
         target.defined() == source.defined(),
         function,
         ": targets and sources must be undefined at the same places, but got "
-        "an "
-        "undefined ",
+        "an undefined ",
         target.defined() ? "source" : "target",
         " at index ",
         i);
@@ -509,29 +508,26 @@ void axpby_(
 
 TensorNorms norms(const std::vector<at::Tensor>& tensors, double factor) {
   const at::NoGradGuard no_grad;
+  detail::Staging staging;
+  Work all;
+  // All devices first: more of them would move those that `places` points at.
   for (const auto& tensor : tensors) {
     if (tensor.defined()) {
       check_tensor("norms", "tensors", tensor);
-    }
-  }
-  detail::Staging staging;
-  Work all;
-  std::vector<std::pair<DeviceWork*, std::size_t>> places;
-  auto options = at::TensorOptions(at::kFloat);
-  for (const auto& tensor : tensors) {
-    if (tensor.defined()) {
       all.on(tensor.device());
     }
   }
+  auto options = at::TensorOptions(at::kFloat);
+  if (all.begin() != all.end()) {
+    options = options.device(all.begin()->device);
+  }
+  std::vector<std::pair<DeviceWork*, std::size_t>> places;
   for (const auto& tensor : tensors) {
     if (!tensor.defined()) {
       places.emplace_back(nullptr, 0);
       continue;
     }
     auto& work = all.on(tensor.device());
-    if (&work == &*all.begin()) {
-      options = options.device(tensor.device());
-    }
     places.emplace_back(&work, work.gradients.size());
     auto item = measured(
         tensor.is_non_overlapping_and_dense()

@@ -137,10 +137,6 @@ class Receiver:
             for g, at in zip(self.groups, self.master_positions, strict=True)
         ]
 
-    def sizes(self, which: list[list[int]]) -> list[int]:
-        """Return how many parameters each group has at the indices ``which``."""
-        return [len(indices) for indices in which]
-
 
 def fail(text: str, origin: str = "") -> ValueError:
     """Return the error that a state dict must be something else than it is."""
@@ -297,11 +293,12 @@ def place_masters(
     saved = [len(group) for group in masters]
     first = receiver.trainable if of_all else receiver.master_positions
     for positions in (first, receiver.halves()):
-        if saved == receiver.sizes(positions):
+        if saved == [len(indices) for indices in positions]:
             break
     else:
         raise fail(
-            f"must have groups of {receiver.sizes(first)} masters, but got {saved}",
+            f"must have groups of {[len(indices) for indices in first]} masters, "
+            f"but got {saved}",
             origin,
         )
     check_masters(masters, positions, receiver.groups, origin)
@@ -309,7 +306,7 @@ def place_masters(
     for group, given, indices, halves in zip(
         receiver.groups, masters, positions, receiver.halves(), strict=True
     ):
-        own = [(i, value) for i, value in zip(indices, given, strict=True)]
+        own = list(zip(indices, given, strict=True))
         checkpoint.positions.append([i for i, _ in own if i in halves])
         checkpoint.masters.append([value for i, value in own if i in halves])
         checkpoint.natives += [(group[i], v) for i, v in own if i not in halves]

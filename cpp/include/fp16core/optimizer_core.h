@@ -257,6 +257,7 @@ class FP16CORE_API OptimizerCore {
   void note_saturations();
   std::string first_offender() const;
   void take_and_check();
+  bool agree(double found_here);
   void record(StepRecord record);
   void record_on_host(bool overflow, bool skipped);
 
